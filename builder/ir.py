@@ -1,0 +1,165 @@
+"""The graph: small, frozen, printable. Comes in: operators. Goes out: `Graph`, its text and back. Must not know: passes.
+
+    graph smollm2 rank=0 tp=1 {
+      %ids: i32[T] = input() {name="ids"}
+      %w: f32[64,32] = param() {recipe="load('model.embed_tokens.weight')"}
+      %x, %y: f32[T,32], f32[T,32] = rms_norm(%h, %g, %r) {eps=1e-05, residual=true} @model.layers.0.input_layernorm
+      return %y
+    }
+
+Attribute values are Python literals (numbers, strings, tuples, None, True/False); `@path` is the module that a node came
+from. Values are single assignment, and nodes stand in an order in which every input precedes its use.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.artifacts.types import TensorType
+
+
+class GraphError(ValueError):
+    """A graph that breaks a rule; the message names the node."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """`outputs` are value names without `%`; `types` their types; `attrs` the operator's frozen dataclass."""
+
+    op: str
+    inputs: tuple[str, ...]
+    attrs: Any
+    outputs: tuple[str, ...]
+    types: tuple[TensorType, ...]
+    path: str = ""
+
+    @property
+    def out(self) -> str:
+        """The only output's name."""
+        if len(self.outputs) != 1:
+            raise GraphError(f"{self.op} %{self.outputs[0]} has {len(self.outputs)} outputs")
+        return self.outputs[0]
+
+    @property
+    def type(self) -> TensorType:
+        self.out  # noqa: B018  raises for several outputs
+        return self.types[0]
+
+    def replace(self, **changes: Any) -> Node:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`nodes` in execution order and the names of the returned values."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    rank: int = 0
+    tp: int = 1
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def producers(self) -> dict[str, Node]:
+        """Value name -> the node that makes it."""
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    def users(self) -> dict[str, list[Node]]:
+        """Value name -> the nodes that read it, in order (a returned value also has no node for that)."""
+        table: dict[str, list[Node]] = {out: [] for node in self.nodes for out in node.outputs}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                table[name].append(node)
+        return table
+
+    def types(self) -> dict[str, TensorType]:
+        return {out: t for node in self.nodes for out, t in zip(node.outputs, node.types, strict=True)}
+
+    def with_nodes(self, nodes: Iterable[Node], outputs: tuple[str, ...] | None = None) -> Graph:
+        return dataclasses.replace(self, nodes=tuple(nodes), outputs=self.outputs if outputs is None else outputs)
+
+    def validate(self, operators: Mapping[str, Any]) -> None:
+        """Raises GraphError unless names, order and every node's types obey the operators' rules."""
+        types: dict[str, TensorType] = {}
+        for node in self.nodes:
+            where = f"{node.op} %{', %'.join(node.outputs)}" + (f" @{node.path}" if node.path else "")
+            if node.op not in operators:
+                raise GraphError(f"{where}: no operator of that name")
+            for name in node.inputs:
+                if name not in types:
+                    raise GraphError(f"{where}: input %{name} is not defined before it")
+            try:
+                inferred = operators[node.op].infer(node.attrs, [types[n] for n in node.inputs])
+            except ValueError as error:
+                raise GraphError(f"{where}: {error}") from error
+            if inferred and tuple(inferred) != node.types:
+                raise GraphError(f"{where}: declared {_types(node.types)}, rule gives {_types(inferred)}")
+            for out, kind in zip(node.outputs, node.types, strict=True):
+                if out in types:
+                    raise GraphError(f"{where}: %{out} is defined twice")
+                types[out] = kind
+        for name in self.outputs:
+            if name not in types:
+                raise GraphError(f"returned value %{name} is not defined")
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.name} rank={self.rank} tp={self.tp} {{"]
+        lines += [f"  {format_node(node)}" for node in self.nodes]
+        lines += [f"  return {', '.join('%' + o for o in self.outputs)}", "}"]
+        return "\n".join(lines) + "\n"
+
+
+def _types(types: Iterable[TensorType]) -> str:
+    return ", ".join(str(t) for t in types)
+
+
+def format_node(node: Node) -> str:
+    attrs = ", ".join(f"{f.name}={getattr(node.attrs, f.name)!r}" for f in dataclasses.fields(node.attrs))
+    text = f"%{', %'.join(node.outputs)}: {_types(node.types)} = {node.op}({', '.join('%' + i for i in node.inputs)})"
+    return text + (f" {{{attrs}}}" if attrs else "") + (f" @{node.path}" if node.path else "")
+
+
+_HEAD = re.compile(r"graph (\S+) rank=(\d+) tp=(\d+) \{")
+_NODE = re.compile(r"(%[^:]+): (.+?) = (\w+)\(([^)]*)\)(?: \{(.*)\})?(?: @(\S+))?")
+
+
+def parse_graph(text: str, attrs_of: Callable[[str], type]) -> Graph:
+    """The graph that `str(graph)` printed. `attrs_of(op)` gives an operator's attribute class; raises GraphError."""
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    head = _HEAD.fullmatch(lines[0][1]) if lines else None
+    if not head or lines[-1][1] != "}":
+        raise GraphError("line 1: a graph starts with 'graph NAME rank=N tp=N {' and ends with '}'")
+    nodes, outputs = [], None
+    for number, line in lines[1:-1]:
+        if line.startswith("return "):
+            outputs = tuple(name.strip().lstrip("%") for name in line[7:].split(","))
+            continue
+        match = _NODE.fullmatch(line)
+        if not match:
+            raise GraphError(f"line {number}: cannot read {line!r}")
+        try:
+            nodes.append(_parse_node(match, attrs_of))
+        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+            raise GraphError(f"line {number}: {error}") from error
+    if outputs is None:
+        raise GraphError("the graph returns nothing: a 'return' line is missing")
+    return Graph(head[1], tuple(nodes), outputs, int(head[2]), int(head[3]))
+
+
+def _parse_node(match: re.Match[str], attrs_of: Callable[[str], type]) -> Node:
+    values: dict[str, Any] = {}
+    if match[5]:
+        call = ast.parse(f"f({match[5]})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        values = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    types = tuple(TensorType.parse(t) for t in re.findall(r"\w+\[[^\]]*\]", match[2]))
+    inputs = tuple(i.strip().lstrip("%") for i in match[4].split(",") if i.strip())
+    outputs = tuple(o.strip().lstrip("%") for o in match[1].split(","))
+    return Node(match[3], inputs, attrs_of(match[3])(**values), outputs, types, match[6] or "")

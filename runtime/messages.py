@@ -1,0 +1,124 @@
+"""What processes say to each other: the only types that cross a channel. msgspec structs, encoded as MessagePack.
+
+    front end (HTTP or Engine) --Submit, Abort, Shutdown--> core --Ready, Output, Stats, Fatal--> front end
+
+Every accepted Submit ends in exactly one Output whose `finish_reason` is set. Must not know: any other module.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one sequence is sampled; the defaults sample from the model's own distribution.
+
+    `stop` (text) is matched by the front end, `stop_token_ids` and the model's end tokens by the core.
+    `max_tokens` None means up to max_seq_len. `logprobs` None: none; n: the chosen token's and n alternatives.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A request of one sequence. `prompt` are token ids, checked against max_seq_len by the front end and the core."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop working on a request: the client left, or a stop string was found. Unknown ids are ignored."""
+
+    request_id: str
+    finish_reason: FinishReason = "abort"
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """`drain`: finish what is running and waiting first; new Submits are refused."""
+
+    drain: bool = True
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token's log-probability and rank in the raw distribution, and the best alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top: list[Logprob]
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """Tokens that a request has gained. The last Output of a request carries `finish_reason`, and `error` with "error".
+
+    A stop token (eos or stop_token_ids) is counted in the usage but not among `tokens`; `stop_token` names it.
+    """
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The core has loaded the plan, started its ranks and run one step."""
+
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    load_seconds: float
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    step_seconds: float
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The core cannot go on (a rank died or hung). It fails every request, sends this and exits with code 1."""
+
+    error: str
+
+
+ToCore = Submit | Abort | Shutdown
+FromCore = Ready | Output | Stats | Fatal
