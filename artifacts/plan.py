@@ -1,0 +1,276 @@
+"""The plan file: written once, mapped for reading, refused when anything about it is off.
+
+Comes in: sections (bytes), a `Manifest`. Goes out: `engine.plan`, and from one a `Plan` whose sections are views of the
+mapped file. Must not know: what the sections mean.
+
+The file is a zip with stored members whose bytes start on page boundaries, so that `unzip -l` lists it and mmap maps it.
+manifest.json comes last and carries every other member's offset, size and SHA-256; the SHA-256 of its own bytes is the
+plan's digest. Times and permissions are fixed: the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Self
+
+import msgspec
+from llmc.artifacts.errors import EnvironmentFault, PlanError
+from llmc.artifacts.schema import FORMAT_VERSION, Manifest, Section
+
+PAGE = 4096
+MANIFEST = "manifest.json"
+_PADDING_ID = 0xD935  # the extra-field id that zip alignment tools use
+_LOCAL_HEADER = 30
+_ZIP64_EXTRA = 20
+_DOS_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+class SectionSink:
+    """What a section's bytes are written to: hashes on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends bytes to the section."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self.size += len(view)
+
+    def align(self, boundary: int) -> int:
+        """Pads with zeros to a multiple of `boundary`; returns the offset in the section."""
+        self.write(bytes(-self.size % boundary))
+        return self.size
+
+    def hexdigest(self) -> str:
+        """SHA-256 of what was written so far."""
+        return self._digest.hexdigest()
+
+
+class PlanWriter:
+    """Writes a plan beside its final path; nothing stands there until `publish` renames it.
+
+    with PlanWriter(path) as writer:
+        with writer.section("code/rank0.so") as sink:
+            sink.write(data)
+        writer.seal(manifest)                   # a complete plan at writer.temporary
+        writer.amend({"golden.json": data})     # optional, more sections
+        writer.publish()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._sections: list[Section] = []
+        self._manifest: Manifest | None = None
+        with _full_disk(self.temporary):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._zip = zipfile.ZipFile(self.temporary, "w", zipfile.ZIP_STORED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._zip.fp is not None:
+            # A full disk also fails the central directory; the file goes away next, so that error says nothing new.
+            with contextlib.suppress(OSError, ValueError):
+                self._zip.close()
+        self.temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[SectionSink]:
+        """Adds a member; raises EnvironmentFault when the disk is full."""
+        with self._member(name) as (offset, sink):
+            yield sink
+        self._sections.append(Section(name, offset, sink.size, sink.hexdigest()))
+
+    def add(self, name: str, data: bytes) -> None:
+        """Adds a member of known bytes."""
+        with self.section(name) as sink:
+            sink.write(data)
+
+    @contextlib.contextmanager
+    def _member(self, name: str) -> Iterator[tuple[int, SectionSink]]:
+        info = zipfile.ZipInfo(name, _DOS_EPOCH)
+        info.external_attr = 0o644 << 16
+        info.create_system = 3
+        start = self._zip.start_dir + _LOCAL_HEADER + len(name.encode()) + _ZIP64_EXTRA + 4
+        padding = -start % PAGE
+        info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+        with _full_disk(self.temporary), self._zip.open(info, "w", force_zip64=True) as file:
+            yield start + padding, SectionSink(file)
+        info.extra = b""  # the directory at the end needs no padding
+
+    def seal(self, manifest: Manifest) -> Manifest:
+        """Completes the file with the manifest, whose `sections` are filled in here."""
+        self._manifest = dataclasses.replace(manifest, sections=tuple(self._sections))
+        with _full_disk(self.temporary):
+            with self._member(MANIFEST) as (_, sink):
+                sink.write(encode_manifest(self._manifest))
+            self._zip.close()
+        return self._manifest
+
+    def amend(self, sections: Mapping[str, bytes]) -> Manifest:
+        """Adds sections to a sealed file and seals it anew."""
+        if self._manifest is None:
+            raise ValueError("amend() needs a sealed plan")
+        with _full_disk(self.temporary):
+            self._zip = zipfile.ZipFile(self.temporary, "a", zipfile.ZIP_STORED)
+            old = self._zip.NameToInfo.pop(MANIFEST)
+            self._zip.filelist.remove(old)
+            self._zip.start_dir = old.header_offset  # the next member overwrites the manifest and the directory
+            assert self._zip.fp is not None
+            self._zip.fp.truncate(old.header_offset)
+            for name, data in sections.items():
+                self.add(name, data)
+        return self.seal(self._manifest)
+
+    def publish(self) -> Path:
+        """Moves the sealed file to its path, in one step."""
+        with _full_disk(self.temporary):
+            with self.temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(self.temporary, self.path)
+        return self.path
+
+
+@contextlib.contextmanager
+def _full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+            raise EnvironmentFault(
+                f"no space left on the disk of {path.parent} ({free / 1e6:.1f} MB free); nothing was kept. "
+                f"Free some space or choose another folder with --output"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
+            raise EnvironmentFault(
+                f"cannot write {path.parent}: {error.strerror}; choose another path with --output"
+            ) from error
+        raise
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json: indented, keys in the order of the schema."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+class Plan:
+    """An open plan. `manifest`, `digest` (SHA-256 of the manifest's bytes), and sections as views of the mapped file."""
+
+    def __init__(self, path: Path, manifest: Manifest, digest: str, data: mmap.mmap) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.digest = digest
+        self._data = data
+        self._sections = {section.name: section for section in manifest.sections}
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> Plan:
+        """Maps a plan; raises PlanError when it is missing, truncated, of another format or (with `verify`) altered."""
+        path = Path(path)
+        manifest, raw, data = _read_manifest(path)
+        plan = cls(path, manifest, hashlib.sha256(raw).hexdigest(), data)
+        plan._check_layout()
+        if verify and (bad := plan.altered_sections()):
+            raise PlanError(
+                f"{path}: section {', '.join(bad)} does not match its SHA-256 in the manifest: the file was altered or "
+                f"damaged. Copy it again or rebuild it"
+            )
+        return plan
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sections
+
+    def section(self, name: str) -> memoryview:
+        """A section's bytes, not copied; raises PlanError if there is none of that name."""
+        entry = self.entry(name)
+        return memoryview(self._data)[entry.offset : entry.offset + entry.size]
+
+    def entry(self, name: str) -> Section:
+        """Where a section lies; raises PlanError if there is none of that name."""
+        try:
+            return self._sections[name]
+        except KeyError:
+            raise PlanError(f"{self.path}: has no section {name!r}; rebuild it with this version of llmc") from None
+
+    def altered_sections(self) -> list[str]:
+        """Names of the sections whose bytes do not match the manifest."""
+        return [s.name for s in self.manifest.sections if hashlib.sha256(self.section(s.name)).hexdigest() != s.sha256]
+
+    def _check_layout(self) -> None:
+        for section in self.manifest.sections:
+            if section.offset % PAGE or section.offset + section.size > len(self._data):
+                raise PlanError(
+                    f"{self.path}: section {section.name!r} at byte {section.offset} with {section.size} bytes does not "
+                    f"fit the file of {len(self._data)} bytes: it is truncated. Copy it again or rebuild it"
+                )
+
+    def check_machine(self) -> None:
+        """Raises EnvironmentFault unless this machine has every CPU feature that the plan's code uses."""
+        have = machine_features()
+        missing = [feature for feature in self.manifest.target.features if feature not in have]
+        if missing:
+            target = self.manifest.target
+            raise EnvironmentFault(
+                f"{self.path}: was built for {target.kind}:{target.isa}, and this machine lacks {', '.join(missing)}. "
+                f"Serve it elsewhere, or rebuild it with --target {target.kind}:<a level that this machine has>"
+            )
+
+
+def _read_manifest(path: Path) -> tuple[Manifest, bytes, mmap.mmap]:
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            raw = archive.read(MANIFEST)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise PlanError(f"{path}: no such file; `llmc build -o {path}` writes one") from None
+    except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError, ValueError) as error:
+        raise PlanError(
+            f"{path}: is not a complete plan ({error}): truncated, damaged, or another kind of file"
+        ) from error
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+    return _decode_manifest(path, raw), raw, data
+
+
+def _decode_manifest(path: Path, raw: bytes) -> Manifest:
+    try:
+        head = msgspec.json.decode(raw)
+        number = head["format"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise PlanError(f"{path}: {MANIFEST} cannot be read ({error}); rebuild the plan") from error
+    if number != FORMAT_VERSION:
+        remedy = "update llmc" if isinstance(number, int) and number > FORMAT_VERSION else "rebuild the plan"
+        raise PlanError(f"{path}: has format {number}, this llmc reads format {FORMAT_VERSION}; {remedy}")
+    try:
+        return msgspec.convert(head, Manifest)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path}: {MANIFEST} is not valid: {error}; rebuild the plan") from error
+
+
+def machine_features() -> frozenset[str]:
+    """The CPU flags of this machine, as /proc/cpuinfo names them; empty where there is no such file."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("flags"):
+                    return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
