@@ -1,0 +1,1 @@
+"""Weights: recipes as data, executed streaming from a checkpoint into a plan."""

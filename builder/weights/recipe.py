@@ -1,0 +1,377 @@
+"""Weights as data: small frozen expressions over the checkpoint's tensors, with text, parser, types and evaluation.
+
+Comes in: recipe text such as `concat(0, load('q.weight'), slice(load('k.weight'), 0, 0, 64))`, a `Source` of tensors.
+Goes out: the parsed `Recipe`, its text, its type, its value as a numpy array. Must not know: graphs, passes, kernels.
+
+Every leaf is float32, whatever the checkpoint stores: a dtype changes only where a recipe says `cast` or `fp8`.
+
+    load('name')                a tensor of the checkpoint, as float32
+    buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
+    slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
+    fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
+    fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 for a row of zeros
+    pad(r, axis, n)             zeros behind, until the axis has n entries
+    panels(r, width)            the layout that linear kernels read, see `pack_panels`
+    panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+
+#: The largest finite E4M3 number.
+FP8_MAX = 448.0
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be read, or whose types do not fit."""
+
+
+class Source(Protocol):
+    """Where leaves come from. A `Checkpoint` with the traced model's buffers is one."""
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        """Rows start:stop (axis 0) of a checkpoint tensor, in any float dtype."""
+
+    def buffer(self, name: str) -> np.ndarray:
+        """A constant of the traced model."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The base. `str(recipe)` is text that `parse` reads back."""
+
+    def __str__(self) -> str:
+        name = _NAMES[type(self)]
+        parts: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            parts += [str(v) for v in value] if isinstance(value, tuple) else [_text(value)]
+        return f"{name}({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Load(Recipe):
+    """A tensor of the checkpoint, by its Hugging Face parameter name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Buffer(Recipe):
+    """A constant of the traced model, by its buffer name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Slice(Recipe):
+    """Entries start:stop of one axis (not negative)."""
+
+    source: Recipe
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Concat(Recipe):
+    """Several recipes joined along one axis."""
+
+    axis: int
+    sources: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class Transpose(Recipe):
+    """A matrix with its two axes exchanged."""
+
+    source: Recipe
+
+
+@dataclass(frozen=True)
+class Add(Recipe):
+    """source + constant, in float32."""
+
+    source: Recipe
+    constant: float
+
+
+@dataclass(frozen=True)
+class Mul(Recipe):
+    """source * constant, in float32."""
+
+    source: Recipe
+    constant: float
+
+
+@dataclass(frozen=True)
+class Cast(Recipe):
+    """Another dtype, rounded to nearest even."""
+
+    source: Recipe
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Fp8(Recipe):
+    """E4M3 of source[n, :] / scale[n]."""
+
+    source: Recipe
+    scale: Recipe
+
+
+@dataclass(frozen=True)
+class Fp8Scale(Recipe):
+    """The scale of each row of a matrix: f32[N]."""
+
+    source: Recipe
+
+
+@dataclass(frozen=True)
+class Pad(Recipe):
+    """Zeros behind an axis until it has `size` entries."""
+
+    source: Recipe
+    axis: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Panels(Recipe):
+    """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): see `pack_panels`."""
+
+    source: Recipe
+    width: int
+
+
+@dataclass(frozen=True)
+class PanelsGated(Recipe):
+    """The same for rows gate|up: each panel holds width/2 gate rows, then the width/2 up rows that belong to them."""
+
+    source: Recipe
+    width: int
+
+
+_CLASSES: dict[str, type[Recipe]] = {
+    "load": Load,
+    "buffer": Buffer,
+    "slice": Slice,
+    "concat": Concat,
+    "transpose": Transpose,
+    "add": Add,
+    "mul": Mul,
+    "cast": Cast,
+    "fp8": Fp8,
+    "fp8_scale": Fp8Scale,
+    "pad": Pad,
+    "panels": Panels,
+    "panels_gated": PanelsGated,
+}
+#: Field annotation -> what its value (each of them, in a tuple) must be.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "Recipe": Recipe,
+    "tuple[Recipe, ...]": Recipe,
+    "int": int,
+    "str": str,
+    "float": (int, float),
+}
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
+
+
+def _text(value: object) -> str:
+    return str(value) if isinstance(value, Recipe) else repr(value)
+
+
+def parse(text: str) -> Recipe:
+    """The recipe that `str(recipe)` printed; raises RecipeError with the text."""
+    try:
+        return _build(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise RecipeError(f"cannot read the recipe {text!r}: {error}") from error
+
+
+def _build(tree: ast.expr) -> Recipe:
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.keywords:
+        raise RecipeError("a recipe is a call such as load('name')")
+    cls = _CLASSES.get(tree.func.id)
+    if cls is None:
+        raise RecipeError(f"{tree.func.id} is not one of {', '.join(_CLASSES)}")
+    args = [_build(a) if isinstance(a, ast.Call) else ast.literal_eval(a) for a in tree.args]
+    if cls is Concat:
+        args = [args[0], tuple(args[1:])]
+    recipe = cls(*args)
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not values or not all(isinstance(v, _FIELDS[str(field.type)]) for v in values):
+            raise RecipeError(f"{tree.func.id}: {field.name} is {value!r}, not {field.type}")
+    return recipe
+
+
+def children(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes that this one is made of, in order."""
+    found: list[Recipe] = []
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Recipe)]
+    return tuple(found)
+
+
+def leaves(recipe: Recipe) -> Iterator[Load | Buffer]:
+    """Every tensor that the recipe reads, repeated where it is read twice."""
+    if isinstance(recipe, Load | Buffer):
+        yield recipe
+    for child in children(recipe):
+        yield from leaves(child)
+
+
+def sliced(recipe: Recipe, axis: int, start: int, stop: int) -> Recipe:
+    """`slice(recipe, ...)`, moved as near to the leaves as it goes, so that streaming reads only what it needs.
+
+    A row's FP8 scale stays the scale of the whole row when columns are cut: a shard quantizes like the whole.
+    """
+    match recipe:
+        case Slice(source, inner, begin, _) if inner == axis:
+            return sliced(source, axis, begin + start, begin + stop)
+        case Cast() | Add() | Mul():
+            return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop))
+        case Transpose(source):
+            return Transpose(sliced(source, 1 - axis, start, stop))
+        case Fp8(source, scale):
+            return Fp8(sliced(source, axis, start, stop), sliced(scale, 0, start, stop) if axis == 0 else scale)
+        case Fp8Scale(source) if axis == 0:
+            return Fp8Scale(sliced(source, 0, start, stop))
+    return Slice(recipe, axis, start, stop)
+
+
+def _fail(recipe: Recipe, reason: str) -> RecipeError:
+    return RecipeError(f"{recipe}: {reason}")
+
+
+def infer(recipe: Recipe, leaf: Callable[[Load | Buffer], tuple[int, ...]]) -> TensorType:
+    """The type of a recipe's value. `leaf` gives a leaf's shape; raises RecipeError where the shapes do not fit."""
+    if isinstance(recipe, Load | Buffer):
+        return TensorType("f32", tuple(leaf(recipe)))
+    types = [infer(child, leaf) for child in children(recipe)]
+    source = types[0]
+    shape = [int(d) for d in source.shape]
+    match recipe:
+        case Slice(_, axis, start, stop):
+            if not 0 <= axis < len(shape) or not 0 <= start < stop <= shape[axis]:
+                raise _fail(recipe, f"axis {axis} of {source} has no entries {start}:{stop}")
+            shape[axis] = stop - start
+        case Concat(axis, _):
+            for other in types[1:]:
+                if other.dtype != source.dtype or _without(other.shape, axis) != _without(source.shape, axis):
+                    raise _fail(recipe, f"{other} does not join {source} on axis {axis}")
+            shape[axis] = sum(int(t.shape[axis]) for t in types)
+        case Transpose():
+            if len(shape) != 2:
+                raise _fail(recipe, f"{source} is not a matrix")
+            shape.reverse()
+        case Cast(_, dtype):
+            return TensorType(dtype, source.shape)
+        case Fp8():
+            if types[1] != TensorType("f32", source.shape[:1]):
+                raise _fail(recipe, f"the scale is {types[1]}, not one f32 for each row of {source}")
+            return TensorType("f8e4m3", source.shape)
+        case Fp8Scale():
+            return TensorType("f32", source.shape[:1])
+        case Pad(_, axis, size):
+            if size < shape[axis]:
+                raise _fail(recipe, f"axis {axis} of {source} is longer than {size}")
+            shape[axis] = size
+        case Panels(_, width):
+            shape = [-(-shape[0] // width), *shape[1:], width]
+        case PanelsGated(_, width):
+            if shape[0] % 2 or width % 2:
+                raise _fail(recipe, f"{source} has no two equal halves of rows")
+            shape = [-(-shape[0] // width), *shape[1:], width]
+    return TensorType(source.dtype, tuple(shape))
+
+
+def _without(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def evaluate(recipe: Recipe, source: Source) -> np.ndarray:
+    """The recipe's value, all of it in memory. Row slices of tensors read only those rows."""
+    match recipe:
+        case Load(name):
+            return np.asarray(source.read(name)).astype(np.float32)
+        case Buffer(name):
+            return np.asarray(source.buffer(name)).astype(np.float32)
+        case Slice(Load(name), 0, start, stop):
+            return np.asarray(source.read(name, start, stop)).astype(np.float32)
+    return apply(recipe, [evaluate(child, source) for child in children(recipe)])
+
+
+def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
+    """One step of a recipe that is not a leaf, given its children's values."""
+    value = values[0]
+    match recipe:
+        case Slice(_, axis, start, stop):
+            return value[(slice(None),) * axis + (slice(start, stop),)]
+        case Concat(axis, _):
+            return np.concatenate(values, axis)
+        case Transpose():
+            return value.T
+        case Add(_, constant):
+            return value + np.float32(constant)
+        case Mul(_, constant):
+            return value * np.float32(constant)
+        case Cast(_, dtype):
+            return value.astype(NUMPY_DTYPES[dtype])
+        case Fp8():
+            return quantize_fp8(value, values[1][:, None])
+        case Fp8Scale():
+            amax = np.abs(value).max(axis=tuple(range(1, value.ndim)))
+            return np.where(amax > 0, amax / np.float32(FP8_MAX), np.float32(1)).astype(np.float32)
+        case Pad(_, axis, size):
+            return _pad(value, axis, size)
+        case Panels(_, width):
+            return pack_panels(value, width)
+        case PanelsGated(_, width):
+            gate, up = (pack_panels(half, width // 2, shuffle=False) for half in np.split(value, 2))
+            return _shuffle(np.concatenate([gate, up], axis=-1))
+    raise _fail(recipe, "is a leaf and has no step")
+
+
+def quantize_fp8(value: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+    """E4M3 of value / scale: divided in float32, saturated at 448, rounded to nearest even."""
+    scaled = value.astype(np.float32) / np.asarray(scale, np.float32)
+    return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(NUMPY_DTYPES["f8e4m3"])
+
+
+def _pad(value: np.ndarray, axis: int, size: int) -> np.ndarray:
+    widths = [(0, 0)] * value.ndim
+    widths[axis] = (0, size - value.shape[axis])
+    return np.pad(value, widths) if size != value.shape[axis] else value
+
+
+def pack_panels(value: np.ndarray, width: int, shuffle: bool = True) -> np.ndarray:
+    """[N, K] -> [ceil(N / width), K, width]: each panel holds `width` outputs side by side for every k; [N] likewise.
+
+    N is padded with zeros. FP8 bytes are shuffled within groups of 32 outputs (byte 4*i+j is output 8*j+i), so that a
+    kernel decodes eight outputs that belong together from one 64-bit lane.
+    """
+    panels = -(-value.shape[0] // width)
+    padded = _pad(value, 0, panels * width).reshape(panels, width, *value.shape[1:])
+    packed = np.moveaxis(padded, 1, -1)
+    return _shuffle(packed) if shuffle else packed
+
+
+def _shuffle(panels: np.ndarray) -> np.ndarray:
+    if panels.dtype != NUMPY_DTYPES["f8e4m3"]:
+        return np.ascontiguousarray(panels)
+    groups = panels.reshape(*panels.shape[:-1], -1, 4, 8)  # output 8*j + i
+    return np.ascontiguousarray(np.swapaxes(groups, -1, -2)).reshape(panels.shape)  # byte 4*i + j
