@@ -1,0 +1,320 @@
+"""Compiled code as Python calls it: the ctypes mirror of plugins/cpu/abi.h.
+
+Comes in: the bytes of a rank's shared object, numpy arrays. Goes out: `Library`, `Engine`, `Sampler`. Must not know:
+plans, schedulers, messages. Standard library and numpy only. The calls release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmc.artifacts.errors import EnvironmentFault, PlanError
+
+ABI_VERSION = 1
+_MESSAGE_BYTES = 512
+
+
+class RankStruct(ctypes.Structure):
+    """llmc_rank."""
+
+    _fields_ = [
+        ("rank", c_int32),
+        ("tp", c_int32),
+        ("threads", c_int32),
+        ("reserved", c_int32),
+        ("weights", c_void_p),
+        ("shared", c_void_p),
+        ("arena", c_void_p),
+        ("kv", c_void_p),
+        ("num_blocks", c_int64),
+        ("comm", c_void_p),
+    ]
+
+
+class StepStruct(ctypes.Structure):
+    """llmc_step."""
+
+    _fields_ = [
+        ("num_tokens", c_int32),
+        ("num_seqs", c_int32),
+        ("num_rows", c_int32),
+        ("block_table_stride", c_int32),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("block_tables", c_void_p),
+        ("rows", c_void_p),
+        ("logits", c_void_p),
+    ]
+
+
+class SamplingStruct(ctypes.Structure):
+    """llmc_sampling."""
+
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("top_k", c_int32),
+        ("repetition_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("num_logprobs", c_int32),
+        ("seed", c_uint64),
+        ("counter", c_uint64),
+        ("prompt", c_void_p),
+        ("num_prompt", c_int32),
+        ("num_output", c_int32),
+        ("output", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias", c_void_p),
+        ("num_bias", c_int32),
+        ("num_banned", c_int32),
+        ("banned", c_void_p),
+    ]
+
+
+class SampledStruct(ctypes.Structure):
+    """llmc_sampled."""
+
+    _fields_ = [("token", c_int32), ("logprob", c_float), ("rank", c_int32), ("reserved", c_int32)]
+
+
+class StepRefused(RuntimeError):
+    """llmc_run returned 1: a count of the step lies outside the compiled ranges."""
+
+
+class RankFailure(RuntimeError):
+    """llmc_run returned 2: another rank has died, hung or been told to abort. The group cannot go on."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank keeps for life, as u8 arrays that start on 64-byte boundaries. `comm` None is for tp 1 only."""
+
+    rank: int
+    tp: int
+    threads: int
+    weights: np.ndarray
+    shared: np.ndarray
+    arena: np.ndarray
+    kv: np.ndarray
+    num_blocks: int
+    comm: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """One step; all i32 but `logits`, all C-contiguous. Shapes as in `llmc_step`: ids, positions [T], query_start
+    [num_seqs+1], context_len [num_seqs], block_tables [num_seqs, stride], rows [S], logits f32 [S, vocab].
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    context_len: np.ndarray
+    block_tables: np.ndarray
+    rows: np.ndarray
+    logits: np.ndarray
+
+
+def _address(values: np.ndarray | array[int] | None, dtype: type, name: str) -> int | None:
+    """Where the elements start; raises TypeError unless they are contiguous and of `dtype`."""
+    if values is None or len(values) == 0:
+        return None
+    if isinstance(values, array):
+        if values.typecode != "i" or dtype is not np.int32:
+            raise TypeError(f"{name}: array of typecode {values.typecode!r}, expected {np.dtype(dtype)}")
+        return values.buffer_info()[0]
+    if values.dtype != dtype or not values.flags.c_contiguous:
+        raise TypeError(f"{name}: {values.dtype}, strides {values.strides}; expected contiguous {np.dtype(dtype)}")
+    return values.ctypes.data
+
+
+class Library:
+    """A rank's shared object, loaded from bytes through an anonymous file. It stays loaded for the process's life."""
+
+    def __init__(self, code: bytes | memoryview, name: str = "llmc-code") -> None:
+        """Raises PlanError for an ABI other than ABI_VERSION, EnvironmentFault where the code cannot be loaded."""
+        self.name = name
+        try:
+            # The descriptor stays open: the loader knows libraries by path, and a reused number would find the old one.
+            descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(code)
+            self._dll = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+        except OSError as error:
+            raise EnvironmentFault(f"{name}: cannot load the compiled code ({len(code)} bytes): {error}") from error
+        self._check_abi()
+        self._declare()
+
+    def _check_abi(self) -> None:
+        try:
+            self._dll.llmc_abi_version.restype = c_int32
+            found = self._dll.llmc_abi_version()
+        except AttributeError:
+            raise PlanError(f"{self.name}: not an engine's code: it exports no llmc_abi_version") from None
+        if found != ABI_VERSION:
+            raise PlanError(
+                f"{self.name}: compiled for ABI {found}, this runtime speaks ABI {ABI_VERSION}; "
+                "rebuild the plan with this version of llmc, or run it with the version that built it"
+            )
+
+    def _declare(self) -> None:
+        dll = self._dll
+        dll.llmc_create.restype, dll.llmc_create.argtypes = c_void_p, [POINTER(RankStruct), c_char_p, c_int32]
+        dll.llmc_run.restype, dll.llmc_run.argtypes = c_int32, [c_void_p, POINTER(StepStruct)]
+        dll.llmc_destroy.restype, dll.llmc_destroy.argtypes = None, [c_void_p]
+        dll.llmc_abort.restype, dll.llmc_abort.argtypes = None, [c_void_p]
+        dll.llmc_sample.restype = None
+        dll.llmc_sample.argtypes = [
+            c_void_p, c_int32, c_int32, POINTER(SamplingStruct), POINTER(SampledStruct),
+            c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
+        ]  # fmt: skip
+
+    def create(self, memory: RankMemory) -> Engine:
+        """An engine that works in `memory`. Raises EnvironmentFault with the compiled code's own message."""
+        if memory.tp > 1 and memory.comm is None:
+            raise ValueError(f"tp={memory.tp} needs comm memory")
+        struct = RankStruct(memory.rank, memory.tp, memory.threads)
+        for name in ("weights", "shared", "arena", "kv", "comm"):
+            setattr(struct, name, _address(getattr(memory, name), np.uint8, name))
+        struct.num_blocks = memory.num_blocks
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        handle = self._dll.llmc_create(ctypes.byref(struct), message, _MESSAGE_BYTES)
+        if not handle:
+            raise EnvironmentFault(f"{self.name}: {message.value.decode(errors='replace')}")
+        return Engine(self._dll, handle, memory)
+
+    def abort(self, comm: np.ndarray) -> None:
+        """Makes every rank that waits in `comm`, or will wait, give up with RankFailure."""
+        self._dll.llmc_abort(_address(comm, np.uint8, "comm"))
+
+    def sampler(self, vocab: int, max_rows: int, max_logprobs: int) -> Sampler:
+        """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""
+        return Sampler(self._dll, vocab, max_rows, max_logprobs)
+
+
+class Engine:
+    """A rank ready to run steps. It keeps its memory alive; `close` joins its threads."""
+
+    def __init__(self, dll: ctypes.CDLL, handle: int, memory: RankMemory) -> None:
+        self._dll, self._handle, self._memory = dll, handle, memory
+
+    def run(self, step: StepArrays) -> None:
+        """Runs one step and fills this rank's columns of `step.logits`. Raises StepRefused or RankFailure."""
+        struct = StepStruct(len(step.ids), len(step.context_len), len(step.rows), step.block_tables.shape[1])
+        for name in ("ids", "positions", "query_start", "context_len", "block_tables", "rows"):
+            setattr(struct, name, _address(getattr(step, name), np.int32, name))
+        struct.logits = _address(step.logits, np.float32, "logits")
+        code = self._dll.llmc_run(self._handle, ctypes.byref(struct))
+        if code == 1:
+            raise StepRefused(
+                f"rank {self._memory.rank}: a step of {len(step.ids)} tokens, {len(step.context_len)} sequences and "
+                f"{len(step.rows)} rows is outside the compiled ranges"
+            )
+        if code:
+            raise RankFailure(
+                f"rank {self._memory.rank} of {self._memory.tp}: another rank has failed or did not answer in time"
+            )
+
+    def close(self) -> None:
+        """Destroys the engine; further calls do nothing."""
+        if self._handle:
+            self._dll.llmc_destroy(self._handle)
+            self._handle = 0
+
+
+_NONE = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """How one row is sampled; the fields of `llmc_sampling`. `prompt`, `output`: the tokens that the penalties look at,
+    i32 arrays or array('i'); they may be left empty where no penalty is on.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    num_logprobs: int = -1
+    seed: int = 0
+    counter: int = 0
+    prompt: np.ndarray | array[int] = field(default=_NONE)
+    output: np.ndarray | array[int] = field(default=_NONE)
+    bias_ids: np.ndarray = field(default=_NONE)
+    bias: np.ndarray = field(default=_NONE)
+    banned: np.ndarray = field(default=_NONE)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One row's token, -1 where the row held NaN or infinity or nothing was left to choose from. `logprob`, `rank`,
+    `top` (ids and log-probabilities, best first) are filled where the row asked for logprobs.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Samples rows of logits; its scratch is allocated once."""
+
+    def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int) -> None:
+        self._dll, self.vocab, self.max_logprobs = dll, vocab, max_logprobs
+        self._params = (SamplingStruct * max_rows)()
+        self._sampled = (SampledStruct * max_rows)()
+        self._top_ids = np.zeros((max_rows, max(max_logprobs, 1)), np.int32)
+        self._top_logprobs = np.zeros((max_rows, max(max_logprobs, 1)), np.float32)
+        self._scratch = np.zeros(vocab, np.float32)
+        self._scratch_ids = np.zeros(vocab, np.int32)
+
+    def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """logits f32[len(rows), vocab], unchanged. Raises ValueError for other shapes or too many rows."""
+        if logits.shape != (len(rows), self.vocab) or len(rows) > len(self._params):
+            raise ValueError(f"logits {logits.shape} for {len(rows)} rows; room for {len(self._params)}x{self.vocab}")
+        if not rows:
+            return []
+        for struct, row in zip(self._params, rows, strict=False):
+            self._fill(struct, row)
+        self._dll.llmc_sample(
+            _address(logits, np.float32, "logits"), len(rows), self.vocab, self._params, self._sampled,
+            self._top_ids.ctypes.data, self._top_logprobs.ctypes.data, self._top_ids.shape[1],
+            self._scratch.ctypes.data, self._scratch_ids.ctypes.data,
+        )  # fmt: skip
+        return [self._result(i, row) for i, row in enumerate(rows)]
+
+    def _fill(self, struct: SamplingStruct, row: SamplingRow) -> None:
+        if row.num_logprobs > self.max_logprobs:
+            raise ValueError(f"num_logprobs={row.num_logprobs} is more than the sampler's {self.max_logprobs}")
+        if len(row.bias_ids) != len(row.bias):
+            raise ValueError(f"{len(row.bias_ids)} bias ids for {len(row.bias)} biases")
+        struct.temperature, struct.top_p, struct.min_p, struct.top_k = row.temperature, row.top_p, row.min_p, row.top_k
+        struct.repetition_penalty = row.repetition_penalty
+        struct.presence_penalty, struct.frequency_penalty = row.presence_penalty, row.frequency_penalty
+        struct.num_logprobs, struct.seed, struct.counter = row.num_logprobs, row.seed, row.counter
+        struct.prompt, struct.num_prompt = _address(row.prompt, np.int32, "prompt"), len(row.prompt)
+        struct.output, struct.num_output = _address(row.output, np.int32, "output"), len(row.output)
+        struct.bias_ids = _address(row.bias_ids, np.int32, "bias_ids")
+        struct.bias, struct.num_bias = _address(row.bias, np.float32, "bias"), len(row.bias)
+        struct.banned, struct.num_banned = _address(row.banned, np.int32, "banned"), len(row.banned)
+
+    def _result(self, index: int, row: SamplingRow) -> Sampled:
+        found = self._sampled[index]
+        count = min(max(row.num_logprobs, 0), self.vocab)
+        ids, logprobs = self._top_ids[index, :count].tolist(), self._top_logprobs[index, :count].tolist()
+        return Sampled(found.token, found.logprob, found.rank, tuple(zip(ids, logprobs, strict=True)))
