@@ -1,0 +1,100 @@
+"""`llmc inspect`: what is in a plan, read from its manifest; loads no code and needs no PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from llmc.artifacts.plan import Plan
+
+
+@click.command(name="inspect")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the whole manifest and the build's report as JSON.")
+@click.option("--graph", is_flag=True, help="Print the compiled graph of each rank.")
+@click.option("--rank", type=int, help="With --graph: this rank only.")
+def command(plan: Path, as_json: bool, graph: bool, rank: int | None) -> None:
+    """Show what PLAN is made of and pinned to."""
+    from llmc.artifacts.plan import Plan
+
+    opened = Plan.open(plan, verify=False)
+    if graph:
+        _print_graphs(opened, rank)
+    elif as_json:
+        _print_json(opened)
+    else:
+        _print_summary(opened)
+
+
+def _print_graphs(plan: Plan, rank: int | None) -> None:
+    from llmc.artifacts.errors import UsageError
+
+    ranks = plan.manifest.ranks
+    if rank is not None and not 0 <= rank < len(ranks):
+        raise UsageError(f"--rank {rank}: the plan has ranks 0 to {len(ranks) - 1}")
+    for program in ranks if rank is None else (ranks[rank],):
+        click.echo(bytes(plan.section(program.graph)).decode(), nl=False)
+
+
+def _print_json(plan: Plan) -> None:
+    import json
+
+    from llmc.artifacts.plan import encode_manifest
+
+    out = {"digest": plan.digest, "manifest": json.loads(encode_manifest(plan.manifest))}
+    if "report.json" in plan:
+        out["report"] = json.loads(bytes(plan.section("report.json")))
+    click.echo(json.dumps(out, indent=2))
+
+
+def _print_summary(plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    facts = Table(show_header=False, box=None, title=str(plan.path), title_justify="left")
+    for name, value in _facts(plan):
+        facts.add_row(name, value)
+    console.print(facts)
+    passes = Table("pass", "matched", "nodes", "notes", box=None, title="passes", title_justify="left")
+    for report in plan.manifest.build.passes:
+        nodes = f"{report.nodes_before} -> {report.nodes_after}"
+        passes.add_row(report.name, str(report.matched), nodes, "; ".join(report.notes))
+    console.print(passes)
+    sections = Table("section", "bytes", "sha256", box=None, title="sections", title_justify="left")
+    for section in plan.manifest.sections:
+        sections.add_row(section.name, f"{section.size:,}", section.sha256[:16])
+    console.print(sections)
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    m = plan.manifest
+    ranges = ", ".join(f"{r.min}-{r.max}" for r in m.profile.token_ranges)
+    rows = [
+        ("digest", plan.digest),
+        ("model", f"{m.model.name} ({m.model.architecture}, {m.model.num_parameters / 1e6:.1f} M parameters)"),
+        ("checkpoint", f"{m.checkpoint.digest} ({m.checkpoint.format}, {len(m.checkpoint.files)} files)"),
+        ("target", f"{m.target.kind}:{m.target.isa} ({', '.join(m.target.features)})"),
+        ("precision", f"{m.build.precision}, KV cache {m.build.kv_dtype}, tp {m.build.tp}"),
+        ("profile", f"{m.profile.name}: steps of {ranges} tokens, {m.profile.max_num_seqs} sequences"),
+        ("max_seq_len", f"{m.profile.max_seq_len} (outside: {m.profile.outside}), blocks of {m.profile.block_size}"),
+        (
+            "launches",
+            f"{m.build.launches_eager_per_layer:.1f} a layer as traced, {m.ranks[0].launches_per_layer:.1f} compiled",
+        ),
+        (
+            "shared",
+            f"{m.shared_bytes / 1e6:.1f} MB of weights for all ranks, {m.comm_bytes / 1e6:.1f} MB between ranks",
+        ),
+        ("compiler", f"{m.build.compiler}; {m.build.toolchain}"),
+    ]
+    for r in m.ranks:
+        kv = r.kv_block_bytes / m.profile.block_size
+        text = (
+            f"{r.weights_bytes / 1e6:.1f} MB of weights, {r.arena_bytes / 1e6:.1f} MB arena, {kv:,.0f} B of KV a token"
+        )
+        rows.append((f"rank {r.rank}", text))
+    return rows
