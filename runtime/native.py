@@ -14,7 +14,6 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_voi
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 
 ABI_VERSION = 1
@@ -252,11 +251,11 @@ class SamplingRow:
     num_logprobs: int = -1
     seed: int = 0
     counter: int = 0
-    prompt: np.ndarray | array[int] = field(default=_NONE)
-    output: np.ndarray | array[int] = field(default=_NONE)
-    bias_ids: np.ndarray = field(default=_NONE)
-    bias: np.ndarray = field(default=_NONE)
-    banned: np.ndarray = field(default=_NONE)
+    prompt: np.ndarray | array[int] = field(default_factory=lambda: _NONE)
+    output: np.ndarray | array[int] = field(default_factory=lambda: _NONE)
+    bias_ids: np.ndarray = field(default_factory=lambda: _NONE)
+    bias: np.ndarray = field(default_factory=lambda: _NONE)
+    banned: np.ndarray = field(default_factory=lambda: _NONE)
 
 
 @dataclass(frozen=True)

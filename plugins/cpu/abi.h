@@ -54,9 +54,9 @@ typedef struct llmc_sampling {
 } llmc_sampling;
 
 typedef struct llmc_sampled {
-  int32_t token;              // -1: the row held NaN or no candidate was left
+  int32_t token;              // -1: the row held NaN or +inf, or no candidate was left
   float logprob;              // log-softmax of the raw logits (before temperature and truncation) at token
-  int32_t rank;               // 1-based rank of token in the raw logits; 0 unless num_logprobs >= 0
+  int32_t rank;               // 1-based rank of token in the raw logits; both 0 unless num_logprobs >= 0
   int32_t reserved;
 } llmc_sampled;
 

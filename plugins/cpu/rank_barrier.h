@@ -1,8 +1,8 @@
-// The meeting point of a tp group: ranks are processes that share `llmc_rank.comm`. Linux futexes; includes nothing of ours.
+// The meeting point of a tp group: ranks are processes that share `llmc_rank.comm`. Linux futexes.
 //
-// Memory: one CommHeader (kCommHeaderBytes), then two halves of `tp` slots, one slot a rank; a slot holds the partial of
-// one all-reduce. Halves alternate, so that one barrier an all-reduce is enough: whoever overwrites a slot has passed the
-// barrier after the one at which the slot was last read.
+// Memory: one CommHeader (kCommHeaderBytes), then two halves of `tp` slots, one slot a rank; a slot holds the partial
+// of one all-reduce. Halves alternate, so that one barrier an all-reduce is enough: whoever overwrites a slot has passed
+// the barrier after the one at which the slot was last read.
 //
 //   RankComm comm(rank.comm, rank.rank, rank.tp, comm_slot_bytes);   // once, in llmc_create
 //   float* mine = comm.slot(comm.rank);                              // where this rank's partial goes
