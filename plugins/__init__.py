@@ -1,26 +1,34 @@
-"""Plug-ins: one folder an operator, complete (signature, type rule, reference, kernels) or absent.
+"""Operators that kernels exist for, one folder each. Comes in: the folders. Goes out: `OPERATORS`, `cpu_launch`.
 
-Goes out: `OPERATORS`, the table of every folder here that exports `OPERATOR`. Must not know: builder, runtime.
+A folder with an `OPERATOR` is a plug-in of the graph. Its `cpu.py` has `launch(attrs, input types, output types,
+KernelEnv) -> CpuCall`. Must not know: builder, runtime.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 
+from llmc.plugins.cpu.call import CpuCall
 from llmc.plugins.operator import Operator
 
-
-def _discover() -> dict[str, Operator]:
-    """Imports every sub-package, in order of name; one without `OPERATOR` is shared code of a target."""
-    found: dict[str, Operator] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.ispkg:
-            operator = getattr(importlib.import_module(f"{__name__}.{module.name}"), "OPERATOR", None)
-            if operator is not None:
-                found[operator.name] = operator
-    return found
+#: What the compiler gives g++ as -I: the folder that holds `plugins/`.
+INCLUDE_ROOT = Path(__file__).parent.parent
 
 
-#: Operator name -> operator.
-OPERATORS: dict[str, Operator] = _discover()
+def _find() -> dict[str, Operator]:
+    packages = [m.name for m in iter_modules(__path__) if m.ispkg]
+    found = [getattr(import_module(f"{__name__}.{name}"), "OPERATOR", None) for name in packages]
+    return {operator.name: operator for operator in found if operator is not None}
+
+
+#: Operator name -> operator, for every folder that has one.
+OPERATORS: dict[str, Operator] = _find()
+
+
+def cpu_launch(name: str) -> Callable[..., CpuCall]:
+    """The `launch` of a plug-in's cpu.py: (attrs, input types, output types, KernelEnv) -> CpuCall."""
+    launch: Callable[..., CpuCall] = import_module(f"{__name__}.{name}.cpu").launch
+    return launch

@@ -1,0 +1,8 @@
+"""What all kernels of the cpu target share: the C ABI, the step's context, vector lanes, and `CpuCall`.
+
+Must not know: builder, runtime, any operator.
+"""
+
+#: What every translation unit that includes a kernel must be compiled with, beside -I INCLUDE_ROOT, -O2 or -O3 and -march.
+#: Contraction would fuse multiplies and adds differently on each ISA level, and results would differ.
+CXX_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

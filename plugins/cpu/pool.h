@@ -1,0 +1,142 @@
+// The threads of a rank: the caller and `threads - 1` workers that run every step together. Linux futexes.
+//
+//   Pool pool(threads, first_cpu);       // first_cpu < 0: workers are not pinned
+//   pool.run([](void* what, int tid) { ...; }, what);   // the caller is thread 0; returns when all have returned
+//   pool.barrier(tid);                    // inside: all threads meet
+//
+// Between steps a worker spins for a moment, then sleeps until the next run: an idle server burns no CPU. Inside a step
+// waits spin, then yield (threads may outnumber cores), then sleep, since one rank may wait long for another.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace llmc {
+
+// A word that threads wait for to change. Sleepers are counted, so that nobody pays for a wake-up that none needs.
+class Signal {
+ public:
+  uint32_t value() const { return word_.load(std::memory_order_acquire); }
+
+  void advance() {
+    word_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst)) call(FUTEX_WAKE_PRIVATE, INT32_MAX);
+  }
+
+  // Until value() is no longer `old`.
+  void wait(uint32_t old, int spins, int yields) {
+    for (int i = 0; i < spins; ++i) {
+      if (value() != old) return;
+      __builtin_ia32_pause();
+    }
+    for (int i = 0; i < yields; ++i) {
+      if (value() != old) return;
+      sched_yield();
+    }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (word_.load(std::memory_order_seq_cst) == old) call(FUTEX_WAIT_PRIVATE, old);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+ private:
+  alignas(64) std::atomic<uint32_t> word_{0};
+  std::atomic<uint32_t> sleepers_{0};
+
+  void call(int op, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), op, value, nullptr, nullptr, 0);
+  }
+};
+
+class Pool {
+ public:
+  using Work = void (*)(void*, int);
+
+  // Worker i runs on the (first_cpu + i)-th CPU that the process may use, where there are that many.
+  explicit Pool(int threads, int first_cpu = -1) : threads_(threads) {
+    try {
+      for (int tid = 1; tid < threads; ++tid) workers_.emplace_back([this, tid] { serve(tid); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+    if (first_cpu >= 0) pin(first_cpu);
+  }
+
+  ~Pool() { stop(); }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+
+  void run(Work work, void* what) {
+    work_ = work;
+    what_ = what;
+    if (threads_ > 1) start_.advance();
+    work(what, 0);
+    barrier(0);
+  }
+
+  void barrier(int) {
+    if (threads_ == 1) return;
+    const uint32_t phase = phase_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads_)) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.advance();
+    } else {
+      phase_.wait(phase, kBarrierSpins, kBarrierYields);
+    }
+  }
+
+ private:
+  static constexpr int kBarrierSpins = 2000, kBarrierYields = 2000;  // about 50 us alone, then yielding
+  static constexpr int kIdleSpins = 2000, kIdleYields = 50;
+
+  const int threads_;
+  Work work_ = nullptr;
+  void* what_ = nullptr;
+  std::atomic<bool> stopping_{false};
+  Signal start_, phase_;
+  alignas(64) std::atomic<uint32_t> arrived_{0};
+  std::vector<std::thread> workers_;
+
+  void serve(int tid) {
+    uint32_t seen = 0;
+    for (;;) {
+      start_.wait(seen, kIdleSpins, kIdleYields);
+      ++seen;  // run() returns only when every worker has met it, so none can be missed
+      if (stopping_.load(std::memory_order_acquire)) return;
+      work_(what_, tid);
+      barrier(tid);
+    }
+  }
+
+  void stop() {
+    stopping_.store(true, std::memory_order_release);
+    start_.advance();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  // A worker that may not be pinned runs anywhere.
+  void pin(int first_cpu) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    std::vector<int> cpus;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+    if (first_cpu + threads_ > int(cpus.size())) return;
+    for (size_t i = 0; i < workers_.size(); ++i) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpus[first_cpu + i + 1], &one);
+      pthread_setaffinity_np(workers_[i].native_handle(), sizeof one, &one);
+    }
+  }
+};
+
+}  // namespace llmc

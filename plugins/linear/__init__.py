@@ -1,0 +1,104 @@
+"""linear: x times a weight in fp32, bf16 or FP8 E4M3, with bias, activation or gated product, and sum over ranks.
+
+Comes in: x, the weight by output rows, its scales, the bias. Goes out: one f32 matrix. Must not know: builder, runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.plugins.operator import Operator, StepContext
+from llmc.plugins.pointwise.functions import UNARY
+
+#: The largest finite E4M3 number.
+FP8_MAX = np.float32(448)
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+EPILOGUES = ("none", *ACTIVATIONS, *(f"{name}_gate" for name in ACTIVATIONS))
+
+
+@dataclass(frozen=True)
+class Attrs:
+    """An E4M3 weight needs `x_scale` (static) or `x_dynamic` (each row's largest magnitude / 448). `epilogue`: an
+    activation of the result, or with `_gate`: the weight holds N/2 gate rows, then N/2 up rows, and act(gate) * up
+    is the result. `all_reduce`: results are summed over ranks; the bias is added once, after the sum.
+    """
+
+    bias: bool = False
+    x_scale: float | None = None
+    x_dynamic: bool = False
+    epilogue: str = "none"
+    all_reduce: bool = False
+
+
+def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+    """x f32[M,K], w [N,K], (w_scale f32[N],) (b f32[N]) -> f32[M,N], or f32[M,N/2] when gated."""
+    if len(types) < 2 or types[0].dtype != "f32" or types[0].rank != 2 or types[1].rank != 2:  # noqa: PLR2004
+        raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32[M,K] and w [N,K] first")
+    x, w = types[0], types[1]
+    quantized = w.dtype == "f8e4m3"
+    if w.dtype not in ("f32", "bf16", "f8e4m3"):
+        raise ValueError(f"the weight is {w}; expected f32, bf16 or f8e4m3")
+    if x.shape[1] != w.shape[1] or not all(isinstance(d, int) and d > 0 for d in w.shape):
+        raise ValueError(f"{x} times {w}: K must be the same number in both")
+    if quantized + (attrs.x_scale is not None) + attrs.x_dynamic not in (0, 2):
+        raise ValueError(f"x_scale={attrs.x_scale} and x_dynamic={attrs.x_dynamic}: exactly one, and only for f8e4m3")
+    if attrs.x_scale is not None and not 0 < attrs.x_scale < float("inf"):
+        raise ValueError(f"x_scale={attrs.x_scale} is not a positive number")
+    if attrs.epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue {attrs.epilogue!r} is not one of {', '.join(EPILOGUES)}")
+    if attrs.all_reduce and attrs.epilogue != "none":
+        raise ValueError(f"epilogue {attrs.epilogue!r} of a partial sum")
+    size = w.shape[0]
+    assert isinstance(size, int)
+    rest = [TensorType("f32", (size,))] * (quantized + attrs.bias)
+    if list(types[2:]) != rest:
+        raise ValueError(f"after w come {', '.join(map(str, types[2:]))}; expected {', '.join(map(str, rest))}")
+    if attrs.epilogue.endswith("_gate"):
+        if size % 2:
+            raise ValueError(f"gate and up need an even number of rows; the weight is {w}")
+        size //= 2
+    return (TensorType("f32", (x.shape[0], size)),)
+
+
+def quantize_x(x: np.ndarray, x_scale: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """x f32[M,K] -> (E4M3 of x / scale, saturated at 448, rounded to nearest even; the scales f32[M,1]).
+
+    Without `x_scale` each row's scale is its largest magnitude / 448, and 1 for a row of zeros.
+    """
+    if x_scale is None:
+        amax = np.abs(x).max(axis=-1, keepdims=True)
+        scale = np.where(amax == 0, np.float32(1), amax / FP8_MAX).astype(np.float32)
+    else:
+        scale = np.full((len(x), 1), x_scale, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.clip(x / scale, -FP8_MAX, FP8_MAX).astype(NUMPY_DTYPES["f8e4m3"]), scale
+
+
+def _activation(name: str) -> Callable[[np.ndarray], np.ndarray]:
+    return UNARY[name] if name in UNARY else lambda x: x
+
+
+def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Products are accumulated in float32; whoever compares a kernel bit for bit needs its order over k."""
+    x, w, *rest = inputs
+    scale = np.float32(1)
+    if w.dtype == NUMPY_DTYPES["f8e4m3"]:
+        x, x_scale = quantize_x(x, attrs.x_scale)
+        scale = x_scale * rest.pop(0)[None, :]
+    y = x.astype(np.float32) @ w.astype(np.float32).T * scale
+    if attrs.all_reduce:
+        y = context.all_reduce(y) if context.tp > 1 else y
+    if attrs.bias:
+        y = y + rest.pop(0)
+    act, gate, _ = attrs.epilogue.partition("_gate")
+    if gate:
+        left, right = np.split(y, 2, axis=-1)
+        return (_activation(act)(left.astype(np.float64)).astype(np.float32) * right,)
+    return (_activation(act)(y.astype(np.float64)).astype(np.float32),)
+
+
+OPERATOR = Operator("linear", Attrs, infer, reference, rtol=2e-5, atol=2e-5)
