@@ -1,0 +1,123 @@
+"""x * cos + rotate(x) * sin on queries and keys moves into `rope_cache`; cos and sin stay one computation per step.
+
+Comes in: `rope_cache` whose query and key come from that computation, on all or on the first columns of each head.
+Goes out: `rope_cache` with cos and sin as inputs. Must not know: where frequencies come from (scaling, families).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, Node
+from llmc.builder.passes.rewrite import Edit, Value, View, first, op, report_places, size_of
+
+_X, _COS, _SIN = Value("x"), Value("cos"), Value("sin")
+_LOW, _HIGH = op("slice", _X, bind="low"), op("slice", _X, bind="high")
+_HALF = op("concat", op("neg", _HIGH), _LOW, bind="turned")
+_ROTATED = op("add", op("mul", _X, _COS), op("mul", _HALF, _SIN))
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """What one rotation reads: the heads before it [T, heads, D], the tables [T, R] and R."""
+
+    source: str
+    cos: str
+    sin: str
+    width: int
+
+
+def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
+    """Moves rotations in. A layer that still depends on positions while others were matched stops the build."""
+    view, edit = View(graph), Edit(graph)
+    matched, missed = [], []
+    for node in graph:
+        if node.op != "rope_cache" or node.attrs.rotary or node.attrs.qk_norm_eps is not None:
+            continue
+        query, key = (_rotation(view, name) for name in node.inputs[:2])
+        if query and key and (query.cos, query.sin, query.width) == (key.cos, key.sin, key.width):
+            edit.swap(node, *_rotating(view, edit, node, query, key))
+            matched.append(node.path)
+        elif any(_reads_positions(view, name) for name in node.inputs[:2]):
+            missed.append(node.path)
+    after = edit.finish()
+    return after, report_places("fuse_rotary", graph, after, matched, missed)
+
+
+def _rotation(view: View, flat: str) -> _Rotation | None:
+    """The rotation behind a [T, heads * D] value, or None."""
+    reshape = view.producer(flat, "reshape")
+    if reshape is None or view.types[reshape.inputs[0]].rank != 3:
+        return None
+    heads = reshape.inputs[0]
+    whole = _match(view, heads)
+    if whole:
+        return whole
+    joined = view.producer(heads, "concat")  # the first columns rotated, the others as they were
+    if joined is None or len(joined.inputs) != 2 or joined.attrs.axis not in (-1, 2):
+        return None
+    part, rest = _match(view, joined.inputs[0]), view.producer(joined.inputs[1], "slice")
+    taken = view.producer(part.source, "slice") if part else None
+    if not part or not rest or not taken or rest.inputs != taken.inputs:
+        return None
+    width = size_of(view.types[heads].shape[2])
+    if _cut(taken) != (0, part.width) or _cut(rest) != (part.width, width):
+        return None
+    return _Rotation(taken.inputs[0], part.cos, part.sin, part.width)
+
+
+def _match(view: View, value: str) -> _Rotation | None:
+    found = first(view, _ROTATED, value)
+    if not found:
+        return None
+    width = size_of(view.types[found["x"]].shape[-1])
+    halves = _cut(found["low"]) == (0, width // 2) and _cut(found["high"]) == (width // 2, width)
+    cos, sin = (_table(view, found[name], width) for name in ("cos", "sin"))
+    if not halves or found["turned"].attrs.axis not in (-1, 2) or cos is None or sin is None:
+        return None
+    return _Rotation(found["x"], cos, sin, width)
+
+
+def _cut(node: Node) -> tuple[int, int] | None:
+    """What a slice keeps of the last axis of a [T, heads, D] value."""
+    a = node.attrs
+    return (a.start, a.stop) if a.axis in (-1, 2) and a.step == 1 else None
+
+
+def _table(view: View, value: str, width: int) -> str | None:
+    """The [T, R] value behind a [T, 1, R] one, shared by all layers; None where there is none."""
+    while view.types[value] != TensorType("f32", ("T", width)):
+        node = view.producer(value, "reshape")
+        if node is None:
+            return None
+        value = node.inputs[0]
+    return value
+
+
+def _rotating(view: View, edit: Edit, node: Node, query: _Rotation, key: _Rotation) -> list[Node]:
+    flat = [
+        edit.make(
+            "reshape", [r.source], [view.types[r.source]], {"shape": view.types[name].shape}, like=node, stem=name
+        )
+        for r, name in zip((query, key), node.inputs[:2], strict=True)
+    ]
+    inputs = [flat[0].out, flat[1].out, node.inputs[2], query.cos, query.sin]
+    types = [flat[0].type, flat[1].type, *(view.types[name] for name in inputs[2:])]
+    attrs = vars(node.attrs) | {"rotary": query.width, "style": "half"}
+    return [*flat, edit.make("rope_cache", inputs, types, attrs, like=node, outputs=node.outputs)]
+
+
+def _reads_positions(view: View, value: str) -> bool:
+    """Whether a value depends on the positions by another way than through a linear layer."""
+    wanted, seen = [value], set()
+    while wanted:
+        name = wanted.pop()
+        node = view.producers[name]
+        if node.op == "input" and node.attrs.name == "positions":
+            return True
+        if name not in seen and node.op not in ("linear", "paged_attention"):
+            seen.add(name)
+            wanted += node.inputs
+    return False

@@ -1,0 +1,114 @@
+"""Linear layers that read the same input become one, whose output is cut by views.
+
+Comes in: separate (sharded) linears. Goes out: `merge_qkv` joins those that feed one `rope_cache`, `merge_gate_up`
+those of a gated product act(gate) * up. Must not know: ranks; each rank's pieces are joined as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, Node
+from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
+from llmc.builder.passes.weight import weight_recipe
+from llmc.builder.weights.recipe import Concat
+
+#: Activations that a linear's gated epilogue can apply.
+GATES = ("relu", "silu", "gelu", "gelu_tanh")
+
+
+def merge_qkv(graph: Graph) -> tuple[Graph, PassReport]:
+    """Joins the query, key and value projections of each attention layer."""
+    view = View(graph)
+    places = [(n.path, [_linear(view, name) for name in n.inputs[:3]]) for n in graph if n.op == "rope_cache"]
+    return _merge("merge_qkv", view, places)
+
+
+def merge_gate_up(graph: Graph) -> tuple[Graph, PassReport]:
+    """Joins gate and up of each gated product, gate first."""
+    view = View(graph)
+    places = []
+    for node in graph:
+        found = gated_product(view, node)
+        if found:
+            gate, up, _ = found
+            places.append((node.path, [_linear(view, gate), _linear(view, up)]))
+    return _merge("merge_gate_up", view, [p for p in places if any(p[1])])
+
+
+def gated_product(view: View, node: Node) -> tuple[str, str, Node] | None:
+    """(gate before its activation, up, the activation) where the node is act(gate) * up."""
+    if node.op != "mul" or len({view.types[name] for name in node.inputs}) != 1:
+        return None
+    for acted, up in (node.inputs, node.inputs[::-1]):
+        activation = view.producer(acted, *GATES)
+        if activation and view.only_user(acted) is node and activation.inputs[0] != up:
+            return activation.inputs[0], up, activation
+    return None
+
+
+def _linear(view: View, value: str) -> Node | None:
+    node = view.producer(value, "linear")
+    return node if node and view.only_user(value) and not node.attrs.all_reduce else None
+
+
+def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | None]]]) -> tuple[Graph, PassReport]:
+    edit = Edit(view.graph)
+    matched, missed = [], []
+    for path, found in places:
+        linears = [n for n in found if n]
+        if len(linears) == len(found) and _alike(view, linears):
+            edit.before(linears[0], *_join(view, edit, linears))
+            matched.append(path)
+        else:
+            missed.append(path)
+    after = edit.finish()
+    return after, report_places(name, view.graph, after, matched, missed)
+
+
+def _alike(view: View, linears: Sequence[Node]) -> bool:
+    """Whether one kernel call can compute them: same input, same weight dtype, all or none with bias and epilogue."""
+    first, *others = linears
+    same = ("bias", "x_dynamic", "epilogue", "all_reduce")
+    return all(
+        n.inputs[0] == first.inputs[0]
+        and view.types[n.inputs[1]].dtype == view.types[first.inputs[1]].dtype
+        and all(getattr(n.attrs, key) == getattr(first.attrs, key) for key in same)
+        for n in others
+    ) and all(weight_recipe(view, w) is not None for n in linears for w in n.inputs[1:])
+
+
+def _join(view: View, edit: Edit, linears: Sequence[Node]) -> list[Node]:
+    """The joined linear and the slices that take over the old outputs. The largest static x_scale covers all."""
+    first = linears[0]
+    inputs, types = [first.inputs[0]], [view.types[first.inputs[0]]]
+    for position in range(1, len(first.inputs)):
+        names = [n.inputs[position] for n in linears]
+        recipes = tuple(r for name in names if (r := weight_recipe(view, name)) is not None)
+        kinds = [view.types[name] for name in names]
+        rows = sum(size_of(k.shape[0]) for k in kinds)
+        weight = edit.param(Concat(0, recipes), TensorType(kinds[0].dtype, (rows, *kinds[0].shape[1:])), first)
+        inputs.append(weight.out)
+        types.append(weight.type)
+    scales = [n.attrs.x_scale for n in linears if n.attrs.x_scale is not None]
+    attrs = vars(first.attrs) | {"x_scale": max(scales) if scales else None}
+    joined = edit.make("linear", inputs, types, attrs, like=first)
+    nodes, start = [joined.replace(path=_common(n.path for n in linears))], 0
+    for node in linears:
+        stop = start + size_of(node.type.shape[1])
+        cut = {"axis": 1, "start": start, "stop": stop, "step": 1}
+        nodes.append(edit.make("slice", [joined.out], [joined.type], cut, like=node))
+        edit.rename(node.out, nodes[-1].out)
+        start = stop
+    return nodes
+
+
+def _common(paths: object) -> str:
+    """`a.b.q_proj` and `a.b.k_proj` -> `a.b`; one path for all -> that path."""
+    parts = [str(p).split(".") for p in paths]  # type: ignore[attr-defined]
+    same = 0
+    while all(len(p) > same and p[same] == parts[0][same] for p in parts):
+        same += 1
+    return ".".join(parts[0][:same])

@@ -1,0 +1,123 @@
+"""Weights get the dtype that the precision asks for; FP8 layers get their scales.
+
+Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. Goes out: the same graph with bf16 or
+E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
+
+fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
+which is bf16 like the embedding. A weight's scale is the largest magnitude of its row / 448, from the weight itself;
+x_scale is the table's input_amax / 448, or each token's own where activations are "dynamic".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llmc.artifacts.errors import UnsupportedError, UsageError
+from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, Node
+from llmc.builder.passes.rewrite import Edit, View, report
+from llmc.builder.passes.weight import weight_recipe
+from llmc.builder.weights.recipe import FP8_MAX, Cast, Fp8, Fp8Scale
+
+
+class Ranges(Protocol):
+    """What this pass reads of a `CalibrationTable`."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Module path -> {"input_amax": float, "weight_amax": [float, ...]}."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`name` fp32|bf16|fp8; `activations` static|dynamic (fp8 only)."""
+
+    name: str
+    table: Ranges | None = None
+    activations: str = "static"
+
+
+def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
+    """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
+    view, edit = View(graph), Edit(graph)
+    if precision.name == "fp32":
+        return graph, report("quantize", graph, graph, 0, notes=("fp32: weights stay float32",))
+    heads = head_linears(view)
+    matched, notes = 0, []
+    for node in graph:
+        if node.op not in ("linear", "embedding"):
+            continue
+        if weight_recipe(view, node.inputs[1]) is None:
+            notes.append(f"{node.op} @{node.path}: its weight is computed at run time and stays float32")
+            continue
+        if precision.name == "bf16" or node.op == "embedding" or node.out in heads:
+            edit.swap(node, _bf16(view, edit, node))
+        else:
+            edit.swap(node, _fp8(view, edit, node, precision))
+        matched += 1
+    after = edit.finish()
+    return after, report("quantize", graph, after, matched, notes=notes)
+
+
+def head_linears(view: View) -> set[str]:
+    """The outputs of the linear layers that the returned values depend on without another linear between."""
+    found, wanted, seen = set(), list(view.graph.outputs), set()
+    while wanted:
+        name = wanted.pop()
+        node = view.producers[name]
+        if node.op == "linear":
+            found.add(name)
+        elif name not in seen:
+            seen.add(name)
+            wanted += node.inputs
+    return found
+
+
+def _bf16(view: View, edit: Edit, node: Node) -> Node:
+    """The node with a bf16 weight (input 1 of `linear` and of `embedding` alike)."""
+    recipe = weight_recipe(view, node.inputs[1])
+    assert recipe is not None
+    weight = edit.param(Cast(recipe, "bf16"), TensorType("bf16", view.types[node.inputs[1]].shape), node)
+    return node.replace(inputs=(node.inputs[0], weight.out, *node.inputs[2:]))
+
+
+def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
+    """The node with an E4M3 weight, its scales, and the scale of its input."""
+    recipe = weight_recipe(view, node.inputs[1])
+    assert recipe is not None
+    kind = view.types[node.inputs[1]]
+    scale = Fp8Scale(recipe)
+    weight = edit.param(Fp8(recipe, scale), TensorType("f8e4m3", kind.shape), node)
+    scales = edit.param(scale, TensorType("f32", kind.shape[:1]), node)
+    inputs = [node.inputs[0], weight.out, scales.out, *node.inputs[2:]]
+    types = [view.types[node.inputs[0]], weight.type, scales.type, *(view.types[n] for n in node.inputs[2:])]
+    dynamic = precision.activations == "dynamic"
+    attrs = vars(node.attrs) | {"x_dynamic": dynamic, "x_scale": None if dynamic else _x_scale(node, kind, precision)}
+    return edit.make("linear", inputs, types, attrs, like=node, outputs=node.outputs)
+
+
+def _x_scale(node: Node, kind: TensorType, precision: Precision) -> float:
+    if precision.table is None:
+        raise UsageError(
+            "fp8 with static activations needs a calibration table: run `llmc calibrate` and pass its file"
+        )
+    entry = precision.table.tensors.get(node.path)
+    if entry is None:
+        raise UnsupportedError(
+            f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
+            "calibrate this model again, or build with per-token activations or --dtype bf16"
+        )
+    amax, rows = float(entry["input_amax"]), len(entry["weight_amax"])
+    if rows not in (1, kind.shape[0]):
+        raise UnsupportedError(
+            f"linear @{node.path}: the calibration table has {rows} weight ranges and the weight {kind.shape[0]} rows; "
+            "the table is of another model"
+        )
+    if not amax > 0:
+        raise UnsupportedError(
+            f"linear @{node.path}: input_amax is {amax} in the calibration table; it must be positive"
+        )
+    return amax / FP8_MAX

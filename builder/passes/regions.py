@@ -1,0 +1,173 @@
+"""Which values of a graph can have their columns divided among ranks, and where the cuts lie.
+
+Comes in: a graph before merges. Goes out: `Regions`: for each value and rank an `Extent` of columns, or None (whole).
+Must not know: families, recipes.
+
+A region is a set of values of one width that elementwise nodes tie together: a cut through one is a cut through all.
+It can be divided if every value in it is made by a linear layer, by attention or elementwise, and is read by a linear
+layer, by attention (as query, key or value), elementwise, or returned. Any other maker or reader needs it whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.artifacts.errors import UnsupportedError
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Node
+from llmc.builder.passes.elementwise import ELEMENTWISE
+from llmc.builder.passes.rewrite import View, size_of
+from llmc.builder.passes.weight import weight_recipe
+
+#: Kernels read weights in panels of this many outputs; shards are multiples of it where there are enough.
+PANEL = 64
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Entries start:stop of an axis."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def times(self, factor: int) -> Extent:
+        """The same run, counted in entries that are `factor` times smaller."""
+        return Extent(self.start * factor, self.stop * factor)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One rank's query heads and KV heads."""
+
+    query: Extent
+    kv: Extent
+
+
+def divide(count: int, tp: int) -> tuple[Extent, ...]:
+    """`count` things in `tp` runs whose lengths differ by at most one; the first runs are the longer."""
+    base, extra = divmod(count, tp)
+    stops = [base * (rank + 1) + min(rank + 1, extra) for rank in range(tp)]
+    return tuple(Extent(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+
+
+def divide_columns(width: int, tp: int) -> tuple[Extent, ...] | None:
+    """`width` columns in runs of whole panels, or of smaller powers of two; None where there are fewer than tp."""
+    granule = PANEL
+    while granule > 1 and -(-width // granule) < tp:
+        granule //= 2
+    if width < tp:
+        return None
+    runs = divide(-(-width // granule), tp)
+    return tuple(Extent(run.start * granule, min(run.stop * granule, width)) for run in runs)
+
+
+class Regions:
+    """The division of one graph among `tp` ranks."""
+
+    def __init__(self, view: View, tp: int) -> None:
+        self.view, self.tp = view, tp
+        self._parent: dict[str, str] = {}
+        self._whole: set[str] = set()  # roots of regions that cannot be divided
+        self._extents: dict[str, tuple[Extent, ...]] = {}  # root -> columns by rank
+        for node in view.graph:
+            self._tie(node)
+        self._linears = [n for n in view.graph if n.op == "linear"]
+        for node in view.graph:
+            self._judge(node)
+        self._assign()
+
+    def divides(self, value: str) -> bool:
+        """Whether each rank has some columns of the value."""
+        return self._root(value) in self._extents
+
+    def extent(self, value: str, rank: int) -> Extent | None:
+        """The columns of `value` that a rank has, or None where it has all."""
+        extents = self._extents.get(self._root(value))
+        return extents[rank] if extents else None
+
+    def heads(self, cache: Node, rank: int) -> Heads | None:
+        """A rank's heads of a `rope_cache` and of the attention that reads it; None where every rank has all."""
+        if not self._attention_divides(cache):
+            return None
+        kv = divide(cache.attrs.kv_heads, self.tp)[rank]
+        return Heads(kv.times(cache.attrs.heads // cache.attrs.kv_heads), kv)
+
+    def _attention_divides(self, cache: Node) -> bool:
+        paged = self.view.only_user(cache.out)
+        return paged is not None and paged.op == "paged_attention" and self.divides(paged.out)
+
+    def _root(self, value: str) -> str:
+        while self._parent.get(value, value) != value:
+            value = self._parent[value]
+        return value
+
+    def _tie(self, node: Node) -> None:
+        """Joins the operands of an elementwise node that have its columns with its output."""
+        if node.op in ELEMENTWISE:
+            for name in node.inputs:
+                if self._full(name, node.type):
+                    self._parent[self._root(name)] = self._root(node.out)
+
+    def _full(self, name: str, kind: TensorType) -> bool:
+        """Whether an operand varies along the rows and columns of an elementwise result (weights do not)."""
+        return self.view.types[name] == kind and weight_recipe(self.view, name) is None
+
+    def _judge(self, node: Node) -> None:
+        """Marks the regions of the values that this node makes or reads in a way that needs them whole."""
+        if node.op in ("linear", "paged_attention"):
+            bad = [] if self._weights_known(node) else [*node.outputs, *node.inputs]
+        elif node.op == "rope_cache":
+            bad = list(node.outputs) + list(node.inputs[3:])
+        elif node.op in ELEMENTWISE and node.type.rank == 2:
+            bad = [name for name in node.inputs if not self._full(name, node.type)]
+            if any(not self._sliceable(name, node.type) for name in bad):
+                bad.append(node.out)
+        else:
+            bad = [*node.outputs, *node.inputs]
+        self._whole |= {self._root(name) for name in bad}
+
+    def _weights_known(self, node: Node) -> bool:
+        return node.op != "linear" or all(weight_recipe(self.view, name) is not None for name in node.inputs[1:])
+
+    def _sliceable(self, name: str, kind: TensorType) -> bool:
+        """Whether a rank can take its columns of a broadcast operand: a scalar, one column, or a weight."""
+        own = self.view.types[name]
+        return not own.shape or own.shape[-1] == 1 or weight_recipe(self.view, name) is not None
+
+    def _assign(self) -> None:
+        """Attention cuts its regions at heads, and only there; the other regions are cut in panels."""
+        caches = [n for n in self.view.graph if n.op == "rope_cache"]
+        for cache in caches:
+            self._assign_heads(cache)
+        for linear in self._linears:
+            root = self._root(linear.out)
+            if root not in self._whole and root not in self._extents and self._worthwhile(root):
+                extents = divide_columns(size_of(linear.type.shape[-1]), self.tp)
+                if extents:
+                    self._extents[root] = extents
+
+    def _worthwhile(self, root: str) -> bool:
+        """Whether a linear reads the region or it is returned, and no linear would be divided both in and out."""
+        makers = [n for n in self._linears if self._root(n.out) == root]
+        readers = [n for n in self._linears if self._root(n.inputs[0]) == root]
+        if any(self.divides(n.inputs[0]) for n in makers) or any(self.divides(n.out) for n in readers):
+            return False
+        return bool(readers) or any(self._root(o) == root for o in self.view.graph.outputs)
+
+    def _assign_heads(self, cache: Node) -> None:
+        paged = self.view.only_user(cache.out)
+        a = cache.attrs
+        kv = [e.times(a.head_dim) for e in divide(a.kv_heads, self.tp)]
+        query = [e.times(a.heads // a.kv_heads) for e in kv]
+        inputs = list(zip(cache.inputs[:3], (query, kv, kv), strict=True))
+        root = self._root(paged.out) if paged and paged.op == "paged_attention" else None
+        if root is None or root in self._whole:
+            self._whole |= {self._root(name) for name, _ in inputs}  # attention runs whole, so its inputs do
+            return
+        for name, extents in [(root, query), *inputs]:
+            mine = self._root(name)
+            if mine not in self._whole and self._extents.setdefault(mine, tuple(extents)) != tuple(extents):
+                raise UnsupportedError(f"{cache.path}: %{name} is already divided in another way; only tp 1 works")

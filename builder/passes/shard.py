@@ -1,0 +1,131 @@
+"""Tensor parallelism: one graph for each rank, in which weights are slices and sums over ranks are marked.
+
+Comes in: a graph with `rope_cache` and `paged_attention`, before merges. Goes out: `tp` graphs. Must not know: model
+families; what is divided follows from the graph (see `regions.py`). Earlier ranks get the larger shards.
+
+A value whose columns are divided is made by column-parallel linears (rows of the weight) or by attention (heads), and
+ends in row-parallel linears (columns of the weight; summed over the ranks), in attention, or as the model's output
+(vocabulary). Everything else is computed whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc.artifacts.errors import UnsupportedError
+from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, Node
+from llmc.builder.operators import ALL
+from llmc.builder.passes.regions import Extent, Regions
+from llmc.builder.passes.rewrite import Edit, View, report, tidy
+from llmc.builder.passes.weight import weight_recipe
+from llmc.builder.weights.recipe import Recipe, sliced
+
+
+def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
+    """One graph per rank. Raises UnsupportedError where tp is larger than the KV heads of an attention layer."""
+    if tp == 1:
+        return (graph,), report("shard", graph, graph, 0)
+    layers = [node for node in graph if node.op == "rope_cache"]
+    for node in layers:
+        if tp > node.attrs.kv_heads:
+            largest = min(n.attrs.kv_heads for n in layers)
+            raise UnsupportedError(
+                f"tp {tp} is larger than the {node.attrs.kv_heads} KV heads of layer {node.attrs.layer} ({node.path}): "
+                f"each rank needs one; the largest tp for this model is {largest}"
+            )
+    view = View(graph)
+    regions = Regions(view, tp)
+    graphs = tuple(_Rank(view, regions, rank, tp).run() for rank in range(tp))
+    whole = [n for n in graph if n.op == "linear" and not regions.divides(n.out) and not regions.divides(n.inputs[0])]
+    notes = [f"linear @{n.path}: cannot be divided, every rank computes all of it" for n in whole]
+    linears = sum(n.op == "linear" for n in graph)
+    return graphs, report("shard", graph, graphs[0], linears - len(whole), notes=notes)
+
+
+class _Rank:
+    """The rewriting of one graph for one rank: nodes keep their names, types follow from the operators' rules."""
+
+    def __init__(self, view: View, regions: Regions, rank: int, tp: int) -> None:
+        self.view, self.regions, self.rank, self.tp = view, regions, rank, tp
+        self.edit = Edit(view.graph)
+        self.types: dict[str, TensorType] = {}
+        self.nodes: list[Node] = []
+
+    def run(self) -> Graph:
+        special = {"linear": self._linear, "rope_cache": self._rope_cache, "paged_attention": self._paged_attention}
+        for node in self.view.graph:
+            special.get(node.op, self._any)(node)
+        graph = self.view.graph
+        return tidy(Graph(graph.name, tuple(self.nodes), graph.outputs, self.rank, self.tp))
+
+    def _emit(self, node: Node, inputs: Sequence[str], **attrs: object) -> None:
+        values = type(node.attrs)(**(vars(node.attrs) | attrs))
+        types = tuple(ALL[node.op].infer(values, [self.types[name] for name in inputs])) or node.types
+        self.nodes.append(node.replace(inputs=tuple(inputs), attrs=values, types=types))
+        self.types |= dict(zip(node.outputs, types, strict=True))
+
+    def _any(self, node: Node) -> None:
+        """A node that is computed whole, or elementwise on this rank's columns."""
+        extent = self.regions.extent(node.outputs[0], self.rank)
+        inputs = [self._columns(name, extent) for name in node.inputs] if extent else node.inputs
+        self._emit(node, inputs)
+
+    def _columns(self, name: str, extent: Extent) -> str:
+        """This rank's columns of an elementwise operand: itself where it is divided or broadcast, else a slice."""
+        kind = self.view.types[name]
+        if self.regions.divides(name) or not kind.shape or kind.shape[-1] == 1:
+            return name
+        return self._weight(name, kind.rank - 1, extent)
+
+    def _weight(self, name: str, axis: int, extent: Extent | None) -> str:
+        """A new parameter: entries `extent` of one axis of a weight (all of it, where extent is None)."""
+        if extent is None:
+            return name
+        recipe = weight_recipe(self.view, name)
+        assert recipe is not None, f"regions divide %{name}, which is no weight"
+        shape = list(self.view.types[name].shape)
+        shape[axis] = extent.stop - extent.start
+        kind = TensorType(self.types[name].dtype, tuple(shape))
+        return self._param(sliced(recipe, axis, extent.start, extent.stop), kind, name)
+
+    def _param(self, recipe: Recipe, kind: TensorType, like: str) -> str:
+        made = self.edit.param(recipe, kind, self.view.producers[like])
+        self.nodes.append(made)
+        self.types[made.out] = kind
+        return made.out
+
+    def _linear(self, node: Node) -> None:
+        rows = self.regions.extent(node.out, self.rank)
+        columns = self.regions.extent(node.inputs[0], self.rank)
+        if rows and columns:
+            raise UnsupportedError(f"linear @{node.path}: both its input and its output are divided; only tp 1 works")
+        x, weight, *others = node.inputs
+        weight = self._weight(weight, 1, columns) if columns else self._weight(weight, 0, rows)
+        self._emit(node, [x, weight, *(self._weight(name, 0, rows) for name in others)], all_reduce=columns is not None)
+
+    def _rope_cache(self, node: Node) -> None:
+        heads = self.regions.heads(node, self.rank)
+        if heads is None:
+            return self._any(node)
+        inputs = list(node.inputs)
+        for position, count in enumerate((heads.query, heads.kv, heads.kv)):
+            name, columns = inputs[position], count.times(node.attrs.head_dim)
+            if not self.regions.divides(name):
+                inputs[position] = self._cut(name, columns)
+        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv))
+
+    def _cut(self, name: str, extent: Extent) -> str:
+        """This rank's columns of a value that every rank has whole: a view."""
+        cut = {"axis": 1, "start": extent.start, "stop": extent.stop, "step": 1}
+        made = self.edit.make("slice", [name], [self.types[name]], cut, like=self.view.producers[name], stem=name)
+        self.nodes.append(made)
+        self.types[made.out] = made.type
+        return made.out
+
+    def _paged_attention(self, node: Node) -> None:
+        heads = self.regions.heads(self.view.producers[node.inputs[0]], self.rank)
+        if heads is None:
+            return self._any(node)
+        return self._emit(node, node.inputs, heads=len(heads.query), kv_heads=len(heads.kv))

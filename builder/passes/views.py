@@ -1,0 +1,42 @@
+"""Which nodes are views (a pointer and a row stride into a value that another node computed) and which are launches.
+
+Comes in: nodes, graphs. Goes out: `is_view`, `count_launches`. Must not know: kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmc.builder.ir import Graph, Node
+from llmc.builder.passes.rewrite import layer_of
+
+#: Operators that stand in a lowered graph without a kernel.
+SILENT = frozenset({"input", "param", "const", "reshape", "slice"})
+
+#: Those that an eager runner of the traced graph would do without a kernel.
+EAGER_SILENT = SILENT | {"transpose", "broadcast"}
+
+
+def is_view(node: Node) -> bool:
+    """A reshape, or a unit-step slice of the last axis of a [rows, columns] value."""
+    if node.op == "reshape":
+        return True
+    a = node.attrs
+    return node.op == "slice" and node.types[0].rank == 2 and a.axis in (-1, 1) and a.step == 1
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Kernel launches of one step, and how many of them a layer has on average (by the layer number in their path)."""
+
+    total: int
+    per_layer: float
+    layers: int
+
+
+def count_launches(graph: Graph, silent: frozenset[str]) -> Launches:
+    """Counts the nodes that are none of `silent`."""
+    found = [layer_of(node.path) for node in graph if node.op not in silent]
+    layers = [layer for layer in found if layer is not None]
+    count = len(set(layers))
+    return Launches(len(found), len(layers) / count if count else 0.0, count)

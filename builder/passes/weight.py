@@ -1,0 +1,26 @@
+"""Weights seen from passes: the recipe that a value amounts to, where it is computed from parameters alone.
+
+Comes in: a value. Goes out: its `Recipe`, or None. Must not know: how recipes are executed.
+"""
+
+from __future__ import annotations
+
+from llmc.builder.passes.rewrite import View
+from llmc.builder.weights.recipe import Add, Mul, Recipe, Transpose, parse
+
+
+def weight_recipe(view: View, value: str) -> Recipe | None:
+    """The recipe of a parameter, also behind `+ constant`, `* constant` and a transpose; None for anything else."""
+    node = view.producers[value]
+    if node.op == "param":
+        return parse(node.attrs.recipe)
+    if node.op == "transpose" and tuple(node.attrs.perm) == (1, 0):
+        source = weight_recipe(view, node.inputs[0])
+        return None if source is None else Transpose(source)
+    if node.op not in ("add", "mul"):
+        return None
+    for weight, constant in (node.inputs, node.inputs[::-1]):
+        number, source = view.scalar(constant), weight_recipe(view, weight)
+        if number is not None and source is not None:
+            return Add(source, number) if node.op == "add" else Mul(source, number)
+    return None

@@ -1,0 +1,146 @@
+"""From the canonical graph to one fused graph per rank: the list of passes, in the order in which they run.
+
+Comes in: a canonical `Graph`, `CompileOptions`. Goes out: `Compiled`. Must not know: targets, files, tracing.
+
+Order. Quantizing comes first, while every linear still has the module path that the calibration table names it by.
+Packed projections are split before attention and sharding look for heads. Norms, rotation and attention take their
+final form before sharding, so that sharding sees whole operators instead of their primitives. Merging comes after
+sharding: a rank joins the slices that it owns. Epilogues and residuals need merged linears and final norms; what no
+pattern has claimed by then becomes generic elementwise code and copies. The second list runs once for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.schema import PassReport
+from llmc.builder.ir import Graph
+from llmc.builder.passes.check_lowerable import check_lowerable
+from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fuse_activation import fuse_activation
+from llmc.builder.passes.fuse_attention import fuse_attention
+from llmc.builder.passes.fuse_pointwise import fuse_pointwise
+from llmc.builder.passes.fuse_qk_norm import fuse_qk_norm
+from llmc.builder.passes.fuse_residual_norm import fuse_residual_norm
+from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.builder.passes.fuse_rotary import fuse_rotary
+from llmc.builder.passes.insert_copies import insert_copies
+from llmc.builder.passes.merge_linears import merge_gate_up, merge_qkv
+from llmc.builder.passes.quantize import Precision, Ranges, quantize
+from llmc.builder.passes.shard import shard
+from llmc.builder.passes.simplify_views import simplify_views
+from llmc.builder.passes.split_packed import split_packed
+from llmc.builder.passes.views import EAGER_SILENT, SILENT, Launches, count_launches
+
+PRECISIONS = ("fp32", "bf16", "fp8")
+
+Pass = Callable[[Graph], tuple[Graph, PassReport]]
+
+
+def whole_passes(options: CompileOptions) -> list[Pass]:
+    """The passes over the whole model, before it is divided."""
+    return [
+        partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations)),
+        split_packed,
+        fold_activations,
+        fuse_rms_norm,
+        fuse_attention,
+        simplify_views,
+        fuse_rotary,
+        simplify_views,
+        fuse_qk_norm,
+        simplify_views,
+    ]
+
+
+RANK_PASSES: list[Pass] = [
+    merge_qkv,
+    merge_gate_up,
+    fuse_activation,
+    fuse_residual_norm,
+    fuse_pointwise,
+    insert_copies,
+    check_lowerable,
+]
+
+
+class Verifier(Protocol):
+    """What is told of every pass; `llmc.builder.verify.Verifier` runs both sides and compares."""
+
+    def check(self, name: str, before: Sequence[Graph], after: Sequence[Graph]) -> None:
+        """Raises where `after` does not compute what `before` does."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache; `table` is the calibration (fp8 with static
+    activations); `verifier` compares every pass with the one before; `dump` sees each pass's name and graphs.
+    """
+
+    precision: str = "fp32"
+    tp: int = 1
+    table: Ranges | None = None
+    fp8_activations: str = "static"
+    verifier: Verifier | None = None
+    dump: Callable[[str, tuple[Graph, ...]], None] | None = None
+
+    @property
+    def kv_dtype(self) -> str:
+        """What the cache holds: exact in an fp32 engine, bf16 otherwise."""
+        return "f32" if self.precision == "fp32" else "bf16"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One fused graph per rank, what each pass did (rank 0's reports for passes that run per rank), and the launches
+    of a step: `eager` counts the traced graph's, `fused` each rank's. `vocab` is each rank's (first column, columns).
+    """
+
+    graphs: tuple[Graph, ...]
+    reports: tuple[PassReport, ...]
+    eager: Launches
+    fused: tuple[Launches, ...]
+    vocab: tuple[tuple[int, int], ...]
+
+
+def run(graph: Graph, options: CompileOptions) -> Compiled:
+    """Runs the whole list. Raises UsageError, UnsupportedError (what stops it, by name) or the verifier's error."""
+    if options.precision not in PRECISIONS:
+        raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
+    if options.fp8_activations not in ("static", "dynamic"):
+        raise UsageError(f"fp8 activations {options.fp8_activations!r} are neither static nor dynamic")
+    if options.tp < 1:
+        raise UsageError(f"tp {options.tp} is less than 1")
+    reports: list[PassReport] = []
+    graphs: tuple[Graph, ...] = (graph,)
+
+    def finished(result: PassReport, after: tuple[Graph, ...]) -> tuple[Graph, ...]:
+        reports.append(result)
+        if options.dump:
+            options.dump(result.name, after)
+        if options.verifier:
+            options.verifier.check(result.name, graphs, after)
+        return after
+
+    for step in whole_passes(options):
+        after, result = step(graphs[0])
+        graphs = finished(result, (after,))
+    ranks, result = shard(graphs[0], options.tp)
+    graphs = finished(result, ranks)
+    for step in RANK_PASSES:
+        results = [step(g) for g in graphs]
+        graphs = finished(results[0][1], tuple(after for after, _ in results))
+    eager, fused = count_launches(graph, EAGER_SILENT), tuple(count_launches(g, SILENT) for g in graphs)
+    return Compiled(graphs, tuple(reports), eager, fused, _vocab(graph, graphs))
+
+
+def _vocab(traced: Graph, graphs: Sequence[Graph]) -> tuple[tuple[int, int], ...]:
+    """The vocabulary columns that each rank returns: its shard, or all of them on every rank."""
+    total, *widths = (int(g.types()[g.outputs[0]].shape[-1]) for g in (traced, *graphs))
+    if all(width == total for width in widths):
+        return ((0, total),) * len(widths)
+    return tuple((sum(widths[:rank]), width) for rank, width in enumerate(widths))

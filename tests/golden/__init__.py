@@ -1,0 +1,1 @@
+"""Golden texts: what passes and emitters print, kept as files."""
