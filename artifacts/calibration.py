@@ -1,0 +1,158 @@
+"""The calibration table: the ranges of every quantized linear, and where they come from. Standard library only.
+
+Comes in: JSON bytes, or fields. Goes out: `CalibrationTable` and its JSON. Must not know: how ranges are found or used.
+
+    {"version": 1, "checkpoint": "<digest>", "modelopt": "0.47.0", "recipe": "...",
+     "data": {"source": "...", "sha256": "...", "samples": 8, "tokens": 2048, "seed": 0},
+     "tensors": {"model.layers.0.mlp.down_proj": {"input_amax": 11.25, "weight_amax": [0.5, ...]}, ...}}
+
+Ranges are largest magnitudes: of a module's input over all calibration data, and of each output channel of its weight.
+They are float32 values, and are written so that they read back bit for bit. The same table gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.artifacts.errors import CheckpointError, UsageError
+
+#: Raised by one whenever a reader of the older number could misread the newer table.
+TABLE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """`input_amax`: largest |x| of the module's input; `weight_amax`: largest |w| of each output channel."""
+
+    input_amax: float
+    weight_amax: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """What was run: `source` in words, SHA-256 of the token ids, how many samples and tokens (in all), the seed."""
+
+    source: str
+    sha256: str
+    samples: int
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class CalibrationTable:
+    """Ranges by the Hugging Face path of a linear module, such as `model.layers.0.self_attn.q_proj`."""
+
+    checkpoint: str
+    modelopt: str
+    recipe: str
+    data: CalibrationData
+    tensors: Mapping[str, Ranges]
+    version: int = TABLE_VERSION
+
+    def check(self, digest: str) -> None:
+        """Raises CheckpointError unless the table was made from the checkpoint with this digest."""
+        if self.checkpoint != digest:
+            raise CheckpointError(
+                f"the calibration table was made from the checkpoint with digest {self.checkpoint}, this one has "
+                f"{digest}; make a table of it with `llmc calibrate`"
+            )
+
+    def ranges(self, path: str) -> Ranges:
+        """The ranges of one module; raises UsageError naming it if the table lacks it."""
+        try:
+            return self.tensors[path]
+        except KeyError:
+            raise UsageError(
+                f"the calibration table has no ranges for {path!r}; make it again with `llmc calibrate`"
+            ) from None
+
+    def to_json(self) -> bytes:
+        """Modules sorted by path, one a line."""
+        head = {
+            "version": self.version,
+            "checkpoint": self.checkpoint,
+            "modelopt": self.modelopt,
+            "recipe": self.recipe,
+            "data": asdict(self.data),
+        }
+        lines = [
+            f"  {json.dumps(path)}: {json.dumps(asdict(self.tensors[path]), separators=(',', ':'))}"
+            for path in sorted(self.tensors)
+        ]
+        body = json.dumps(head, indent=1)[:-2]
+        return (body + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
+
+    @staticmethod
+    def from_json(raw: bytes, where: str = "the calibration table") -> CalibrationTable:
+        """Raises UsageError naming `where` and the field for anything that is not a valid table of this version."""
+        try:
+            value = json.loads(raw)
+        except ValueError as error:
+            raise UsageError(f"{where}: is not JSON ({error}); make it again with `llmc calibrate`") from None
+        if not isinstance(value, dict) or "version" not in value:
+            raise UsageError(f"{where}: has no version: it is not a calibration table; `llmc calibrate` writes one")
+        if value["version"] != TABLE_VERSION:
+            raise UsageError(
+                f"{where}: has version {value['version']!r}, this llmc reads version {TABLE_VERSION}; make it again "
+                f"with `llmc calibrate`"
+            )
+        reader = _Reader(where)
+        data = reader.field(value, "data", dict)
+        tensors = reader.field(value, "tensors", dict)
+        return CalibrationTable(
+            checkpoint=reader.field(value, "checkpoint", str),
+            modelopt=reader.field(value, "modelopt", str),
+            recipe=reader.field(value, "recipe", str),
+            data=CalibrationData(
+                source=reader.field(data, "source", str),
+                sha256=reader.field(data, "sha256", str),
+                samples=reader.field(data, "samples", int),
+                tokens=reader.field(data, "tokens", int),
+                seed=reader.field(data, "seed", int),
+            ),
+            tensors={path: reader.ranges(path, item) for path, item in tensors.items()},
+        )
+
+
+def read_table(path: Path) -> CalibrationTable:
+    """The table in a file; raises UsageError naming it when it cannot be read or is not valid."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; `llmc calibrate` writes a table") from error
+    return CalibrationTable.from_json(raw, str(path))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Takes fields out of decoded JSON, with errors that name the field."""
+
+    where: str
+
+    def field(self, value: dict[str, Any], key: str, kind: type) -> Any:
+        item = value.get(key)
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise UsageError(f"{self.where}: {key} is {item!r}, expected {kind.__name__}")
+        return item
+
+    def ranges(self, path: str, value: Any) -> Ranges:
+        if not isinstance(value, dict):
+            raise UsageError(f"{self.where}: tensors[{path!r}] is {value!r}, expected an object")
+        weights = self.field(value, "weight_amax", list)
+        if not weights:
+            raise UsageError(f"{self.where}: tensors[{path!r}].weight_amax is empty")
+        return Ranges(
+            self.amax(f"{path}.input_amax", value.get("input_amax")),
+            tuple(self.amax(f"{path}.weight_amax", item) for item in weights),
+        )
+
+    def amax(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise UsageError(f"{self.where}: {name} is {value!r}, expected a finite number that is not negative")
+        return float(value)

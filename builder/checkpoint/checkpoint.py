@@ -1,0 +1,214 @@
+"""The `Checkpoint`: what the rest of the compiler sees of a model, whatever it was stored as.
+
+Comes in: a `Source`. Goes out: config, tokenizer, tensors by Hugging Face names, the pin, `ModelInfo`. Must not know:
+file formats. torch and transformers are imported only by the methods that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.artifacts.hashing import checkpoint_digest, hash_source
+from llmc.artifacts.schema import CheckpointPin, ModelInfo, SourceFile
+from llmc.builder.checkpoint.source import Source, TensorInfo, Texts
+from llmc.builder.checkpoint.tokenizer import TokenizerFacts, read_tokenizer
+
+__all__ = ["Checkpoint", "TensorInfo"]
+
+
+class Checkpoint:
+    """An opened checkpoint. Nothing of the weights is read until `read`; nothing is hashed until `pin`."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self.path = path
+        self._source = source
+
+    @property
+    def format(self) -> str:
+        """Either "huggingface" or "gguf"."""
+        return self._source.format
+
+    @property
+    def name(self) -> str:
+        """The folder's or the file's name, without its path."""
+        return self._source.name
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The files that a build reads, relative to the checkpoint's folder."""
+        return self._source.files
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json's content."""
+        return self._source.config
+
+    @property
+    def _texts(self) -> Texts:
+        return self._source.texts
+
+    @cached_property
+    def _tokenizer(self) -> TokenizerFacts:
+        where = self.path if self.format == "gguf" else self.path / "tokenizer.json"
+        return read_tokenizer(where, self._texts.tokenizer_json, self._texts.tokenizer_config)
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """tokenizer.json, adding BOS and EOS exactly as transformers does with this checkpoint."""
+        return self._tokenizer.json
+
+    @property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """tokenizer_config.json's content; empty if there is none."""
+        return self._texts.tokenizer_config
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text, or None."""
+        return self._texts.chat_template
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json's content; empty if there is none."""
+        return self._texts.generation_config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is stored, by Hugging Face names; a tied lm_head is not among them."""
+        return self._source.tensors
+
+    @cached_property
+    def _pin(self) -> CheckpointPin:
+        try:
+            files = tuple(hash_source(self._source.root, name) for name in self._source.files)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        return CheckpointPin(checkpoint_digest(files), self.format, files)
+
+    def pin(self) -> CheckpointPin:
+        """Hashes every source file (once): minutes for a large model, so apart from opening."""
+        return self._pin
+
+    @property
+    def digest(self) -> str:
+        """The pin's digest."""
+        return self._pin.digest
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The pin's files."""
+        return self._pin.files
+
+    def hf_config(self) -> Any:
+        """A new `PretrainedConfig` of the model's own class; raises UnsupportedError for a type transformers lacks."""
+        from transformers import CONFIG_MAPPING
+
+        kind = self.config.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"{self.path}: config.json: model_type {kind!r} is none that this transformers release knows"
+                + ("; code inside checkpoints is never run" if "auto_map" in self.config else "")
+            )
+        try:
+            return CONFIG_MAPPING[kind].from_dict(dict(self.config))
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{self.path}: config.json: transformers refuses it: {error}") from error
+
+    def model_info(self) -> ModelInfo:
+        """What the runtime must know; `eos_token_ids` is sorted."""
+        config = self.hf_config().get_text_config().to_dict()
+        tokenizer = self._tokenizer
+        ends = _ids(config.get("eos_token_id")) | _ids(self.generation_config.get("eos_token_id")) | tokenizer.eos
+        vocab_size = _required(self.path, config, "vocab_size")
+        return ModelInfo(
+            name=self.name,
+            model_type=str(self.config["model_type"]),
+            architecture=str((self.config.get("architectures") or ["unknown"])[0]),
+            num_parameters=self._source.num_parameters,
+            vocab_size=vocab_size,
+            max_position_embeddings=_required(self.path, config, "max_position_embeddings"),
+            eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
+            bos_token_id=next(iter(sorted(_ids(config.get("bos_token_id")) or tokenizer.bos)), None),
+            add_bos=tokenizer.add_bos,
+        )
+
+    def resolve(self, name: str) -> str:
+        """The stored tensor that a parameter of the model takes its values from.
+
+        Differs from `name` for a tied output head, and for files saved from the bare base model, whose names lack the
+        first part (`wte.weight` for `transformer.wte.weight`). Raises CheckpointError if there is none.
+        """
+        found = self._find(name)
+        if found is None and self._tied and name == "lm_head.weight":
+            found = next((n for n in map(self._find, _EMBEDDINGS) if n is not None), None)
+        if found is None:
+            raise CheckpointError(
+                f"{self.path}: has no tensor {name!r}, which the model of config.json ({self._architecture}) needs; "
+                f"the config belongs to another checkpoint, or a file is missing"
+            )
+        return found
+
+    def _find(self, name: str) -> str | None:
+        for candidate in (name, name.partition(".")[2]):
+            if candidate in self.tensors:
+                return candidate
+        return None
+
+    @cached_property
+    def _tied(self) -> bool:
+        return bool(self.hf_config().get_text_config().tie_word_embeddings)
+
+    @property
+    def _architecture(self) -> str:
+        return str((self.config.get("architectures") or [self.config.get("model_type")])[0])
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        """Rows start:stop of axis 0 (all by default) in the stored dtype; a GGUF's are dequantised to float32.
+
+        `name` may be any that `resolve` takes. Raises CheckpointError when it is missing or the file ends too soon.
+        """
+        stored = self.resolve(name)
+        shape = self.tensors[stored].shape
+        first, last, _ = slice(start, stop).indices(shape[0] if shape else 1)
+        return self._source.read(stored, first, max(first, last))
+
+    def check(self, params: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Raises CheckpointError unless every parameter has a stored tensor of its shape."""
+        for name, shape in params:
+            stored = self.resolve(name)
+            have = self.tensors[stored].shape
+            if have != tuple(shape):
+                raise CheckpointError(
+                    f"{self.path}: tensor {stored!r} has shape {list(have)}, the model of config.json "
+                    f"({self._architecture}) needs {list(shape)}: the config belongs to another checkpoint"
+                )
+
+
+#: Where a tied head's values are, in the families that transformers has.
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.decoder.embed_tokens.weight",
+    "gpt_neox.embed_in.weight",
+    "transformer.word_embeddings.weight",
+    "backbone.embeddings.weight",
+)
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """A token id, a list of them or None."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(int(v) for v in values if v is not None)
+
+
+def _required(path: Path, config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise CheckpointError(f"{path}: config.json: {key} is {value!r}, a whole number is needed")
+    return value

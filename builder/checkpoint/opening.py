@@ -1,0 +1,35 @@
+"""Which kind of checkpoint a path is. Comes in: a path. Goes out: a `Checkpoint`. Must not know: the formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmc.artifacts.errors import CheckpointError
+from llmc.builder.checkpoint.checkpoint import Checkpoint
+from llmc.builder.checkpoint.directory import DirectorySource
+from llmc.builder.checkpoint.gguf_source import GgufSource
+from llmc.builder.checkpoint.source import Source
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a Hugging Face directory or a GGUF file: headers and JSON, no weights, no hashing.
+
+    Raises CheckpointError for what is missing or damaged, UnsupportedError for what is whole but cannot be compiled.
+    """
+    if not str(path):
+        raise CheckpointError("--model is empty; it takes a Hugging Face checkpoint's folder or a GGUF file")
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder; --model takes a local checkpoint, nothing is downloaded"
+        )
+    source: Source
+    if path.is_dir():
+        source = DirectorySource(path)
+    elif path.stat().st_size == 0:
+        raise CheckpointError(f"{path}: is an empty file; fetch it again")
+    elif path.suffix == ".safetensors" or path.name == "config.json":
+        raise CheckpointError(f"{path}: is one file of a checkpoint; pass its folder, {path.parent}")
+    else:
+        source = GgufSource(path)
+    return Checkpoint(path, source)

@@ -1,0 +1,93 @@
+"""What a checkpoint is read from: the interface that the two formats implement. Must not know: either format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """`dtype` as `read` returns it ("f32", "bf16", ...), `shape` as Hugging Face has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The small files of a checkpoint: everything that is neither weights nor config."""
+
+    tokenizer_json: bytes
+    tokenizer_config: dict[str, Any]
+    chat_template: str | None
+    generation_config: dict[str, Any]
+
+
+class Source(ABC):
+    """One checkpoint in one format. Everything but `files` may be computed on first use."""
+
+    format: str
+    #: The folder that `files` are relative to.
+    root: Path
+    #: Every file that a build reads, relative to `root`.
+    files: tuple[str, ...]
+    #: The model's name for people: never a path.
+    name: str
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The content of config.json, or what stands for it."""
+
+    @property
+    @abstractmethod
+    def texts(self) -> Texts:
+        """Tokenizer, template and generation defaults."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Tensors by their Hugging Face names."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Stored numbers; a tied matrix counts once."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start:stop of a tensor that `tensors` holds; 0:1 of a scalar is the scalar."""
+
+
+def read_exactly(path: Path, offset: int, nbytes: int, tensor: str) -> np.ndarray:
+    """`nbytes` of a file as u8; raises CheckpointError with the numbers when there are fewer."""
+    try:
+        data = np.fromfile(path, np.uint8, nbytes, offset=offset)
+    except OSError as error:
+        raise CheckpointError(f"{path}: tensor {tensor!r} cannot be read: {error.strerror or error}") from error
+    if data.nbytes != nbytes:
+        raise CheckpointError(
+            f"{path}: tensor {tensor!r} needs {nbytes} bytes at byte {offset}, the file gave {data.nbytes}: it is "
+            f"truncated. Fetch it again"
+        )
+    return data
+
+
+LFS_MAGIC = b"version https://git-lfs"
+
+
+def refuse_lfs_pointer(path: Path, head: bytes) -> None:
+    """Raises CheckpointError when the file is git-LFS's note of a file that was never fetched."""
+    if head.startswith(LFS_MAGIC):
+        raise CheckpointError(
+            f"{path}: is a git-LFS pointer of {path.stat().st_size} bytes, not the weights themselves. "
+            f"Run `git lfs pull` in the checkpoint's folder"
+        )
