@@ -14,6 +14,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_voi
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 
 ABI_VERSION = 1

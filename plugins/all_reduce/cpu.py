@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from llmc.artifacts.types import TensorType
+from llmc.plugins.all_reduce import Attrs
+from llmc.plugins.cpu.call import Cost, CpuCall, KernelEnv, Pointer, Product, row_bytes
+
 #: kCommHeaderBytes and kMaxRanks of plugins/cpu/rank_barrier.h (a test compares them).
 COMM_HEADER_BYTES = 4096
 MAX_RANKS = 16
@@ -17,3 +23,16 @@ def comm_bytes(max_tokens: int, cols: int, tp: int) -> int:
     if not 1 <= tp <= MAX_RANKS:
         raise ValueError(f"tp={tp} is not within 1..{MAX_RANKS}")
     return COMM_HEADER_BYTES + 2 * tp * slot_bytes(max_tokens, cols) if tp > 1 else 0
+
+
+def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
+    """The whole input as one row of numbers."""
+    width = row_bytes(*inputs)
+    return CpuCall(
+        header="plugins/all_reduce/cpu.h",
+        function="all_reduce",
+        args=(Pointer("in", 0), Pointer("out", 0), Product(inputs[0].shape)),
+        barriers=2 if env.tp > 1 else 0,
+        sums_ranks=width if env.tp > 1 else 0,
+        cost=Cost(row_bytes=width * (1 + env.tp)),
+    )

@@ -7,7 +7,7 @@ whole numbers, and `exp` repeats the native polynomial (fused multiply-adds are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,39 +16,8 @@ _ONE = 2.0**30
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
-class Row(Protocol):
-    """The fields of `llmc_sampling`; `runtime.native.SamplingRow` has them."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def num_logprobs(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def counter(self) -> int: ...
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def output(self) -> Any: ...
-    @property
-    def bias_ids(self) -> np.ndarray: ...
-    @property
-    def bias(self) -> np.ndarray: ...
-    @property
-    def banned(self) -> np.ndarray: ...
+#: Anything with the fields of `llmc_sampling`, such as `runtime.native.SamplingRow`, which this room may not import.
+Row = Any
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,360 @@
+// Attention of a step's queries over the paged cache, for one layer.
+//
+// Cache: a block holds, for this layer at `offset`, K as [kv_head][head_dim][block_size] (keys are lanes), then V as
+// [kv_head][block_size][head_dim]. block_size is 16, 32, 64, 128 or 256.
+//
+// Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a score
+// accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
+// accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A position that a query does
+// not see has weight 0, which changes no bit, so tiles of queries can share what they read.
+//
+// Work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a unit is a tile's work on one
+// partition. Threads own equal stretches of the units' total cost. A tile that several threads share is joined, after a
+// barrier, by the owner of its first unit, from the partial results the others left in their scratch.
+#pragma once
+#include <algorithm>
+#include <limits>
+
+#include "plugins/cpu/lanes.h"
+#include "plugins/cpu/runtime.h"
+
+namespace llmc {
+
+constexpr int kPartition = 256;
+constexpr int kTileRows = 24;
+
+template <int H, int KH, int D, int BS, class KV, int WINDOW, bool SOFTCAP>
+class PagedAttention {
+  static_assert(BS % kLanes == 0 && kPartition % BS == 0, "block_size is 16, 32, 64, 128 or 256");
+  static_assert(H % KH == 0, "heads share KV heads evenly");
+
+ public:
+  static constexpr int kGroup = H / KH;
+  static constexpr int kTileTokens = kGroup >= kTileRows ? 1 : kTileRows / kGroup;
+  static constexpr int kRows = kTileTokens * kGroup;
+  static constexpr int kFull = D / kLanes, kRest = D % kLanes;
+  static constexpr int kWidth = (D + kLanes - 1) / kLanes * kLanes;  // floats of a row's values
+  static constexpr int kStride = kWidth + kLanes;                    // the values, then largest score and sum
+
+  // What a thread leaves for others: a partial result for each partition of one tile.
+  static constexpr int64_t scratch_bytes(int max_seq_len) {
+    return int64_t(sizeof(float)) * kRows * kStride * ((max_seq_len + kPartition - 1) / kPartition);
+  }
+
+  PagedAttention(const Ctx& c, int tid, const float* q, float* out, float scale, float softcap, int64_t offset,
+                 int64_t block_bytes)
+      : c_(c), step_(*c.step), tid_(tid), q_(q), out_(out), scale_(scale), softcap_(softcap), offset_(offset),
+        block_bytes_(block_bytes) {}
+
+  void run() {
+    for_tiles([this](const Tile& t, int64_t) { total_ += cost(t) * KH; });
+    bool shared = false;
+    Tile pending{};
+    int64_t pending_start = -1;
+    alignas(64) float running[kRows * kStride];
+    for_tiles([&](Tile t, int64_t start) {
+      for (t.kv_head = 0; t.kv_head < KH; ++t.kv_head, start += cost(t)) {
+        const int first_owner = owner(start);
+        const bool is_shared = first_owner != owner(start + unit_start(t, t.last_part));
+        shared |= is_shared;
+        if (first_owner == tid_) {
+          begin(running, t.rows());
+          work(t, start, running);
+          if (is_shared)
+            pending = t, pending_start = start;
+          else
+            finish(t, running);
+        } else if (is_shared) {
+          work(t, start, nullptr);
+        }
+      }
+    });
+    if (!shared) return;
+    c_.barrier(tid_);
+    if (pending_start < 0) return;
+    join_others(pending, pending_start, running);
+    finish(pending, running);
+  }
+
+ private:
+  // `tokens` queries of sequence `seq` from step token `token` on, at positions from `position` on.
+  struct Tile {
+    int seq, token, tokens, position, kv_head, first_part, last_part;
+    int rows() const { return tokens * kGroup; }
+    int end() const { return position + tokens; }  // one past the last key that any query sees
+    int begin() const { return WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0; }
+  };
+
+  const Ctx& c_;
+  const llmc_step& step_;
+  int tid_;
+  const float* q_;
+  float* out_;
+  float scale_, softcap_;
+  int64_t offset_, block_bytes_;
+  int64_t total_ = 0;
+
+  static constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+  // Calls f(tile of KV head 0, cost of everything before it).
+  template <class F>
+  void for_tiles(F f) const {
+    int64_t start = 0;
+    for (int s = 0; s < step_.num_seqs; ++s) {
+      const int first = step_.query_start[s], last = step_.query_start[s + 1];
+      const int ahead = step_.context_len[s] - last;  // position - token
+      for (int token = first; token < last; token += kTileTokens) {
+        Tile t{s, token, std::min(kTileTokens, last - token), ahead + token, 0, 0, 0};
+        t.first_part = t.begin() / kPartition;
+        t.last_part = (t.end() - 1) / kPartition;
+        f(t, start);
+        start += cost(t) * KH;
+      }
+    }
+  }
+
+  // Keys times rows, the reading of a key counting as four rows, plus something for each unit.
+  static int64_t key_cost(const Tile& t) { return t.rows() + 4; }
+  static int64_t unit_start(const Tile& t, int part) {
+    constexpr int64_t each = 512;
+    return part == t.first_part ? 0 : (part * kPartition - t.begin()) * key_cost(t) + each * (part - t.first_part);
+  }
+  static int64_t cost(const Tile& t) {
+    return unit_start(t, t.last_part) + (t.end() - std::max(t.begin(), t.last_part * kPartition)) * key_cost(t) + 512;
+  }
+  int64_t stretch(int thread) const { return total_ * thread / c_.threads; }
+  int owner(int64_t start) const {
+    int thread = int(start * c_.threads / total_);
+    while (stretch(thread + 1) <= start) ++thread;
+    while (stretch(thread) > start) --thread;
+    return thread;
+  }
+
+  // This thread's units of a tile: into `running`, or each into the scratch.
+  void work(const Tile& t, int64_t start, float* running) {
+    alignas(64) float queries[kRows * D], scores[kRows * kPartition], partial[kRows * kStride];
+    bool loaded = false;
+    float* next = thread_scratch(tid_);
+    for (int part = t.first_part; part <= t.last_part; ++part) {
+      if (owner(start + unit_start(t, part)) != tid_) continue;
+      if (!loaded) load_queries(t, queries);
+      loaded = true;
+      float* to = running ? partial : next;
+      unit(t, part, queries, scores, to);
+      if (running)
+        join(running, to, t.rows());
+      else
+        next += kRows * kStride;
+    }
+  }
+
+  void join_others(const Tile& t, int64_t start, float* running) const {
+    int last_owner = tid_;
+    const float* next = nullptr;
+    for (int part = t.first_part; part <= t.last_part; ++part) {
+      const int from = owner(start + unit_start(t, part));
+      if (from == tid_) continue;
+      if (from != last_owner) next = thread_scratch(from);
+      last_owner = from;
+      join(running, next, t.rows());
+      next += kRows * kStride;
+    }
+  }
+
+  float* thread_scratch(int thread) const { return reinterpret_cast<float*>(c_.scratch(thread)); }
+
+  void load_queries(const Tile& t, float* queries) const {
+    for (int i = 0; i < t.tokens; ++i)
+      std::copy_n(q_ + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries + i * kGroup * D);
+  }
+
+  // ---- one partition -------------------------------------------------------------------------------------------------
+
+  struct Span {
+    const uint8_t* blocks[kPartition / BS];  // by block within the partition; only those from first_group on are set
+    int first_group, end_group;              // groups of 16 keys that are touched
+    int end;                                 // one past the last key that is read; all relative to the partition
+  };
+
+  Span span(const Tile& t, int part) const {
+    const int base = part * kPartition;
+    const int begin = std::max(t.begin() - base, 0) / BS * BS;
+    Span s;
+    s.end = std::min(t.end() - base, kPartition);
+    s.first_group = begin / kLanes;
+    s.end_group = (s.end + kLanes - 1) / kLanes;
+    const int32_t* table = step_.block_tables + int64_t(t.seq) * step_.block_table_stride + base / BS;
+    for (int b = begin / BS; b * BS < s.end; ++b) s.blocks[b] = c_.rank->kv + table[b] * block_bytes_ + offset_;
+    return s;
+  }
+
+  void unit(const Tile& t, int part, const float* queries, float* scores, float* to) const {
+    const Span s = span(t, part);
+    for_rows(t.rows(), [&](auto rows, int r) {
+      score_rows<decltype(rows)::value>(s, t.kv_head, queries + r * D, scores + r * kPartition);
+    });
+    for (int r = 0; r < t.rows(); ++r) {
+      const int position = t.position + r / kGroup - part * kPartition;
+      const int first = WINDOW ? std::max(position - WINDOW + 1, 0) : 0;
+      softmax(s, first, std::min(position + 1, kPartition), scores + r * kPartition, to + r * kStride + kWidth);
+    }
+    for_rows(t.rows(), [&](auto rows, int r) {
+      value_rows<decltype(rows)::value>(s, t.kv_head, scores + r * kPartition, to + r * kStride);
+    });
+  }
+
+  template <int N>
+  struct Int {
+    static constexpr int value = N;
+  };
+
+  // Calls f(Int<R>, first row) with register tiles of R rows.
+  static constexpr int kMaxTile = LLMC_WIDE ? 8 : 6;
+  template <class F>
+  static void for_rows(int rows, F f) {
+    int r = 0;
+    for (; rows - r >= kMaxTile; r += kMaxTile) f(Int<kMaxTile>(), r);
+    for (; rows - r >= 4; r += 4) f(Int<4>(), r);
+    if (rows - r == 3) f(Int<3>(), r);
+    if (rows - r == 2) f(Int<2>(), r);
+    if (rows - r == 1) f(Int<1>(), r);
+  }
+  // Vectors beside R rows that the registers have room for.
+  static constexpr int columns(int rows) {
+    if (LLMC_WIDE) return rows > 4 ? 2 : rows > 1 ? 4 : 8;
+    return rows > 3 ? 1 : rows > 1 ? 2 : 4;
+  }
+
+  template <int R>
+  static void score_rows(const Span& s, int kv_head, const float* q, float* scores) {
+    constexpr int N = columns(R);
+    int g = s.first_group;
+    for (; s.end_group - g >= N; g += N) score_tile<R, N>(s, kv_head, q, g, scores);
+    for (; g < s.end_group; ++g) score_tile<R, 1>(s, kv_head, q, g, scores);
+  }
+
+  // Scores of R rows [R][D] and N groups of 16 keys.
+  template <int R, int N>
+  static void score_tile(const Span& s, int kv_head, const float* q, int group, float* scores) {
+    const KV* keys[N];
+    for (int n = 0; n < N; ++n) {
+      const int key = (group + n) * kLanes;
+      keys[n] = reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(kv_head) * D * BS + key % BS;
+    }
+    Lanes acc[R][N];
+    for (auto& row : acc)
+      for (auto& a : row) a = splat(0);
+#pragma GCC unroll 2
+    for (int d = 0; d < D; ++d) {
+      Lanes k[N];
+      for (int n = 0; n < N; ++n) k[n] = load(keys[n] + d * BS);
+      for (int r = 0; r < R; ++r) {
+        const Lanes x = splat(q[r * D + d]);
+        for (int n = 0; n < N; ++n) acc[r][n] = fma(k[n], x, acc[r][n]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, acc[r][n]);
+  }
+
+  // One row's scores become weights for the keys [first, last); state: largest score and sum, sum 0 where there are none.
+  void softmax(const Span& s, int first, int last, float* scores, float* state) const {
+    const Lanes none = splat(kNone), from = splat(float(first)), to = splat(float(last));
+    Lanes top = none, total = splat(0);
+    for (int g = s.first_group; g < s.end_group; ++g) {
+      const int key = g * kLanes;
+      Lanes x = load(scores + key) * splat(scale_);
+      if (SOFTCAP) x = tanh(x / splat(softcap_)) * splat(softcap_);
+      if (key < first || key + kLanes > last) {
+        const Lanes index = iota() + splat(float(key));
+        x = select((index >= from) & (index < to), x, none);
+      }
+      store(scores + key, x);
+      top = max(top, x);
+    }
+    const bool empty = first >= last;
+    const float most = empty ? 0 : largest(top);
+    for (int g = s.first_group; g < s.end_group; ++g) {
+      const Lanes weight = exp(load(scores + g * kLanes) - splat(most));
+      store(scores + g * kLanes, weight);
+      total = total + weight;
+    }
+    state[0] = empty ? kNone : most;
+    state[1] = sum(total);
+  }
+
+  template <int R>
+  static void value_rows(const Span& s, int kv_head, const float* weights, float* to) {
+    constexpr int N = columns(R);
+    int n = 0;
+    for (; kFull - n >= N; n += N) value_tile<R, N, kLanes>(s, kv_head, weights, n * kLanes, to);
+    for (; n < kFull; ++n) value_tile<R, 1, kLanes>(s, kv_head, weights, n * kLanes, to);
+    if constexpr (kRest > 0) value_tile<R, 1, kRest>(s, kv_head, weights, kFull * kLanes, to);
+  }
+
+  // Columns [column, column + 16 N) of R rows of weighted values; of the last vector only FILLED lanes exist.
+  template <int R, int N, int FILLED>
+  static void value_tile(const Span& s, int kv_head, const float* weights, int column, float* to) {
+    Lanes acc[R][N];
+    for (auto& row : acc)
+      for (auto& a : row) a = splat(0);
+    for (int first = s.first_group * kLanes; first < s.end; first += BS) {
+      const KV* values = reinterpret_cast<const KV*>(s.blocks[first / BS]) + int64_t(KH) * D * BS +
+                         int64_t(kv_head) * BS * D + column;
+      const int count = std::min(BS, s.end - first);
+      const float* w = weights + first;
+      for (int i = 0; i < count; ++i, values += D, ++w) {
+        Lanes v[N];
+        for (int n = 0; n < N; ++n)
+          v[n] = FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
+        for (int r = 0; r < R; ++r) {
+          const Lanes x = splat(w[r * kPartition]);
+          for (int n = 0; n < N; ++n) acc[r][n] = fma(x, v[n], acc[r][n]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) store(to + r * kStride + column + n * kLanes, acc[r][n]);
+  }
+
+  // ---- joining partitions --------------------------------------------------------------------------------------------
+
+  static void begin(float* running, int rows) {
+    std::fill_n(running, rows * kStride, 0.0f);
+    for (int r = 0; r < rows; ++r) running[r * kStride + kWidth] = kNone;
+  }
+
+  static void join(float* running, const float* partial, int rows) {
+    for (int r = 0; r < rows; ++r, running += kStride, partial += kStride) {
+      const float most = partial[kWidth], total = partial[kWidth + 1];
+      if (total == 0) continue;
+      const float before = running[kWidth], now = before > most ? before : most;
+      float factors[kLanes];
+      const float shifts[kLanes] = {before - now, most - now};
+      store(factors, exp(load(shifts)));
+      const Lanes old = splat(factors[0]), fresh = splat(factors[1]);
+      for (int i = 0; i < kWidth; i += kLanes)
+        store(running + i, fma(load(running + i), old, load(partial + i) * fresh));
+      running[kWidth] = now;
+      running[kWidth + 1] = running[kWidth + 1] * factors[0] + total * factors[1];
+    }
+  }
+
+  void finish(const Tile& t, const float* running) const {
+    for (int r = 0; r < t.rows(); ++r, running += kStride) {
+      const int64_t token = t.token + r / kGroup, head = t.kv_head * kGroup + r % kGroup;
+      float* to = out_ + (token * H + head) * D;
+      // + 0: a zero is +0 whether or not positions of weight 0 were added.
+      for (int i = 0; i < D; ++i) to[i] = running[i] / running[kWidth + 1] + 0.0f;
+    }
+  }
+};
+
+// q [T, H, D] -> out [T, H * D]. `offset`: of this layer within a block of `block_bytes`. WINDOW 0: none.
+template <int H, int KH, int D, int BS, class KV, int WINDOW, bool SOFTCAP>
+void paged_attention(const Ctx& c, int tid, const float* q, float* out, float scale, float softcap, int64_t offset,
+                     int64_t block_bytes) {
+  PagedAttention<H, KH, D, BS, KV, WINDOW, SOFTCAP>(c, tid, q, out, scale, softcap, offset, block_bytes).run();
+}
+
+}  // namespace llmc

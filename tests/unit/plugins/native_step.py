@@ -1,0 +1,190 @@
+"""Compiles kernel calls the way an engine does and runs them on numpy arrays: what the kernel tests of this folder share.
+
+A `Launch` is a `CpuCall` with its types. `Compiled` is a shared object in which each launch is one SPMD function;
+`Compiled.open` starts a rank (threads, scratch, cache, comm memory) and `Rank.call` runs a launch in a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.plugins import cpu
+from llmc.plugins.cpu.call import C_TYPES, Arg, CpuCall, Literal, Pointer, Product, RowStride
+from llmc.plugins.operator import KVCache
+from llmc.runtime.native import RankStruct, StepStruct
+
+ROOT = Path(cpu.__file__).resolve().parents[2]
+_FOLDER = Path(tempfile.mkdtemp(prefix="llmc-kernels-"))
+_FLAGS = set(Path("/proc/cpuinfo").read_text().partition("flags\t\t:")[2].partition("\n")[0].split())
+#: The levels that this machine can run.
+ISAS = ("x86-64-v3", "x86-64-v4") if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _FLAGS else ("x86-64-v3",)
+
+_RUNTIME = """
+#include <new>
+#include <cstdlib>
+struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; };
+struct Work { Rank* rank; int launch; const void* const* in; void* const* out; const int64_t* in_stride; };
+extern "C" void* test_open(const llmc_rank* rank, int64_t shared, int64_t per_thread, int64_t slot_bytes) {
+  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), llmc::RankComm(rank->comm, rank->rank, rank->tp, slot_bytes), {}};
+  shared = llmc::whole_pages(shared), per_thread = llmc::whole_pages(per_thread);
+  const int64_t bytes = llmc::scratch_bytes(shared, per_thread, rank->threads) + 4096;
+  r->ctx = {&r->rank, nullptr, rank->threads, &r->pool, &r->comm, (uint8_t*)aligned_alloc(4096, bytes), shared, per_thread};
+  return r;
+}
+extern "C" void test_close(void* rank) { free(((Rank*)rank)->ctx.scratch_memory); delete (Rank*)rank; }
+extern "C" void test_abort(uint8_t* comm) { llmc::comm_abort(comm); }
+extern "C" int test_call(void* rank, const llmc_step* step, int launch, const void* const* in, void* const* out,
+                         const int64_t* in_stride) {
+  Rank* r = (Rank*)rank;
+  r->ctx.step = step;
+  Work work{r, launch, in, out, in_stride};
+  r->pool.run([](void* w, int tid) { run_launch(*(Work*)w, tid); }, &work);
+  return r->comm.failed() ? 2 : 0;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    call: CpuCall
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+
+def _text(arg: Arg, launch: Launch) -> str:
+    if isinstance(arg, Literal):
+        return arg.text
+    if isinstance(arg, Product):
+        return arg.text({"T": "int64_t(w.rank->ctx.step->num_tokens)", "S": "int64_t(w.rank->ctx.step->num_rows)"})
+    if isinstance(arg, Pointer):
+        kind = C_TYPES[(launch.inputs if arg.side == "in" else launch.outputs)[arg.index].dtype]
+        return f"({'const ' * (arg.side == 'in')}{kind}*)w.{arg.side}[{arg.index}]"
+    assert isinstance(arg, RowStride)
+    return f"w.in_stride[{arg.index}]"
+
+
+def source(launches: Sequence[Launch]) -> str:
+    """One C++ translation unit."""
+    headers = dict.fromkeys(["plugins/cpu/runtime.h", *(launch.call.header for launch in launches)])
+    cases = [
+        f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {', '.join(_text(a, launch) for a in launch.call.args)});"
+        " break;"
+        for i, launch in enumerate(launches)
+    ]
+    dispatch = (
+        "static void run_launch(const Work& w, int tid) {\n  switch (w.launch) {\n" + "\n".join(cases) + "\n  }\n}\n"
+    )
+    start = _RUNTIME.index('extern "C"')
+    preludes = dict.fromkeys(launch.call.prelude for launch in launches)
+    includes = [f'#include "{header}"' for header in headers]
+    return "\n".join([*includes, *preludes, _RUNTIME[:start], dispatch, _RUNTIME[start:]])
+
+
+@functools.cache
+def build(text: str, isas: tuple[str, ...] = ISAS) -> dict[str, ctypes.CDLL]:
+    """ISA level -> the text, compiled for it; both levels at once. Raises AssertionError with the compiler's words."""
+    path = _FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
+    path.write_text(text)
+    flags = [*cpu.CXX_FLAGS, "-O3", "-fPIC", "-shared", "-pthread", f"-I{ROOT}"]
+    jobs = {
+        isa: subprocess.Popen(
+            ["g++", *flags, f"-march={isa}", str(path), "-o", str(path.with_suffix(f".{isa}.so"))],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for isa in isas
+    }
+    for job in jobs.values():
+        errors = job.communicate()[1]
+        assert job.returncode == 0, errors
+    return {isa: ctypes.CDLL(str(path.with_suffix(f".{isa}.so"))) for isa in isas}
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """u8[nbytes] of zeros from a 64-byte boundary on."""
+    raw = np.zeros(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+@dataclass
+class Step:
+    """`llmc_step` without ids and rows, which no kernel here reads. i32 arrays."""
+
+    query_start: np.ndarray
+    context_len: np.ndarray
+    block_tables: np.ndarray
+
+    def struct(self) -> StepStruct:
+        tables = self.block_tables
+        struct = StepStruct(int(self.query_start[-1]), len(self.context_len), 0, tables.shape[1])
+        struct.query_start, struct.context_len = self.query_start.ctypes.data, self.context_len.ctypes.data
+        struct.block_tables = tables.ctypes.data
+        return struct
+
+
+class Rank:
+    """One rank of compiled launches."""
+
+    def __init__(
+        self,
+        dll: ctypes.CDLL,
+        launches: Sequence[Launch],
+        threads: int = 1,
+        kv: np.ndarray | None = None,
+        comm: tuple[int, int, np.ndarray, int] = (0, 1, np.empty(0, np.uint8), 0),
+    ) -> None:
+        """`comm`: rank, tp, shared memory, slot bytes."""
+        self.dll, self.launches, self.kv = dll, launches, kv
+        rank, tp, self.comm, slot = comm
+        struct = RankStruct(rank, tp, threads)
+        struct.kv = None if kv is None else kv.ctypes.data
+        struct.comm = self.comm.ctypes.data if tp > 1 else None
+        dll.test_open.restype = ctypes.c_void_p
+        dll.test_open.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        dll.test_call.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+        ]  # fmt: skip
+        dll.test_close.argtypes = [ctypes.c_void_p]
+        shared = max(launch.call.scratch.shared for launch in launches)
+        per_thread = max(launch.call.scratch.per_thread for launch in launches)
+        self.handle = dll.test_open(ctypes.byref(struct), shared, per_thread, slot)
+
+    def call(self, index: int, step: Step, inputs: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> int:
+        """Runs a launch; inputs may be row-strided views. Returns what llmc_run would: 0, or 2 after a failed barrier."""
+        struct = step.struct()
+        ins = (ctypes.c_void_p * max(len(inputs), 1))(*(x.ctypes.data for x in inputs))
+        outs = (ctypes.c_void_p * max(len(out), 1))(*(x.ctypes.data for x in out))
+        strides = (ctypes.c_int64 * max(len(inputs), 1))(*(x.strides[0] // x.itemsize for x in inputs))
+        return int(self.dll.test_call(self.handle, ctypes.byref(struct), index, ins, outs, strides))
+
+    def close(self) -> None:
+        self.dll.test_close(self.handle)
+
+
+def pack(cache: KVCache, dtype: str) -> np.ndarray:
+    """The cache as the kernels hold it: u8[num_blocks, bytes], K [kv_head][head_dim][slot], V [kv_head][slot][head_dim]."""
+    keys, values = (x.astype(NUMPY_DTYPES[dtype]) for x in (cache.keys, cache.values))
+    count = len(keys)
+    parts = [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
+    flat = [np.ascontiguousarray(part).reshape(count, -1).view(np.uint8) for part in parts]
+    packed = aligned(sum(part.size for part in flat)).reshape(count, -1)
+    packed[:] = np.concatenate(flat, axis=1)
+    return packed
+
+
+def unpack(packed: np.ndarray, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:
+    """The inverse of `pack`."""
+    keys, values = np.split(packed.view(NUMPY_DTYPES[dtype]), 2, axis=1)
+    keys = keys.reshape(-1, kv_heads, head_dim, block_size).transpose(0, 3, 1, 2)
+    return KVCache(keys, values.reshape(-1, kv_heads, block_size, head_dim).transpose(0, 2, 1, 3))

@@ -1,0 +1,198 @@
+"""paged_attention's kernel against its reference, and the independence of every result from everything around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.plugins.cpu.call import KernelEnv
+from llmc.plugins.operator import KVCache, StepContext
+from llmc.plugins.paged_attention import Attrs, infer, reference
+from llmc.plugins.paged_attention import cpu as paged_cpu
+from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, build, pack, source
+
+MAX_CONTEXT = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    attrs: Attrs
+    block_size: int
+    kv_dtype: str
+
+    def launch(self) -> Launch:
+        a = self.attrs
+        size = paged_cpu.layer_bytes(a.kv_heads, a.head_dim, self.block_size, self.kv_dtype)
+        env = KernelEnv(
+            (1, 2048), (1, 64), block_size=self.block_size, kv_dtype=self.kv_dtype, kv_block_bytes=size,
+            kv_offsets={a.layer: 0}, max_context=MAX_CONTEXT,
+        )  # fmt: skip
+        inputs = (TensorType("f32", ("T", a.heads, a.head_dim)),)
+        outputs = infer(a, inputs)
+        return Launch(paged_cpu.launch(a, inputs, outputs, env), inputs, outputs)
+
+
+CASES = [
+    Case(Attrs(0, 9, 3, 64, 0.125), 16, "f32"),
+    Case(Attrs(0, 4, 4, 24, 0.2, window=5), 16, "bf16"),
+    Case(Attrs(0, 4, 2, 80, 0.11, softcap=3.0), 32, "f32"),
+    Case(Attrs(0, 8, 1, 96, 0.1, window=300, softcap=50.0), 16, "bf16"),
+    Case(Attrs(0, 5, 5, 128, 0.09), 256, "bf16"),
+    Case(Attrs(0, 2, 1, 20, 0.3, window=256), 64, "f32"),
+]
+NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}-{c.kv_dtype}" for c in CASES]
+
+
+def run(index: int, step: Step, cache: KVCache, q: np.ndarray, isa: str, threads: int) -> np.ndarray:
+    launches = [case.launch() for case in CASES]
+    case = CASES[index]
+    rank = Rank(build(source(launches))[isa], launches, threads, pack(cache, case.kv_dtype))
+    out = np.full((len(q), q.shape[1] * q.shape[2]), np.nan, np.float32)
+    assert rank.call(index, step, [q], [out]) == 0
+    rank.close()
+    return out
+
+
+def make(case: Case, lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Step, KVCache, np.ndarray]:
+    """A step of sequences (tokens before it, tokens in it); blocks in any order; whatever is not written holds NaN."""
+    rng = np.random.default_rng(seed)
+    a, size = case.attrs, case.block_size
+    needed = [-(-(before + new) // size) for before, new in lengths]
+    order = rng.permutation(sum(needed) + 3).astype(np.int32)
+    tables = np.full((len(lengths), max(needed) + 1), -(2**30), np.int32)
+    shape = (len(order), size, a.kv_heads, a.head_dim)
+    cache = KVCache(*(np.full(shape, np.nan, NUMPY_DTYPES[case.kv_dtype]) for _ in range(2)))
+    for s, (before, new) in enumerate(lengths):
+        tables[s, : needed[s]], order = order[: needed[s]], order[needed[s] :]
+        position = np.arange(before + new)
+        for store in (cache.keys, cache.values):
+            fresh = rng.standard_normal((before + new, a.kv_heads, a.head_dim)) * 1.5
+            store[tables[s, position // size], position % size] = fresh.astype(store.dtype)
+    starts = np.cumsum([0] + [new for _, new in lengths]).astype(np.int32)
+    step = Step(starts, np.array([sum(pair) for pair in lengths], np.int32), tables)
+    return step, cache, rng.standard_normal((starts[-1], a.heads, a.head_dim)).astype(np.float32)
+
+
+def expected(case: Case, step: Step, cache: KVCache, q: np.ndarray) -> np.ndarray:
+    context = StepContext(case.block_size, step.query_start, step.context_len, step.block_tables, {0: cache})
+    return reference(context, case.attrs, [q])[0]
+
+
+lengths = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40)), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=NAMES)
+@given(lengths=lengths, seed=st.integers(0, 2**32), threads=st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_matches_reference_bit_for_bit_on_all_isa_levels(
+    index: int, lengths: list[tuple[int, int]], seed: int, threads: int
+) -> None:
+    step, cache, q = make(CASES[index], lengths, seed)
+    out = run(index, step, cache, q, ISAS[0], 1)
+    np.testing.assert_allclose(out, expected(CASES[index], step, cache, q), rtol=1e-5, atol=1e-5)
+    for isa in ISAS:
+        np.testing.assert_array_equal(out.view(np.uint32), run(index, step, cache, q, isa, threads).view(np.uint32))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=NAMES)
+def test_chunks_and_neighbours_change_no_bit(index: int) -> None:
+    case, total = CASES[index], 530
+    step, cache, q = make(case, [(0, total)], seed=7)
+    whole = run(index, step, cache, q, ISAS[-1], 2)
+    np.testing.assert_allclose(whole, expected(case, step, cache, q), rtol=1e-5, atol=1e-5)
+    for chunk in (1, 7, 64, 300):
+        for first in range(0 if chunk > 1 else total - 40, total, chunk):
+            last = min(first + chunk, total)
+            part = Step(np.array([0, last - first], np.int32), np.array([last], np.int32), step.block_tables)
+            out = run(index, part, hide_after(cache, part, last, case.block_size), q[first:last], ISAS[0], 1)
+            np.testing.assert_array_equal(out, whole[first:last], err_msg=f"tokens {first}:{last}")
+    both = Step(
+        np.array([0, 1, total + 1, total + 31], np.int32),
+        np.array([200, total, 100], np.int32),
+        np.concatenate([step.block_tables] * 3),
+    )
+    out = run(index, both, cache, np.concatenate([q[:1], q, q[:30]]), ISAS[0], 3)
+    np.testing.assert_array_equal(out[1 : total + 1], whole)
+
+
+def hide_after(cache: KVCache, step: Step, length: int, size: int) -> KVCache:
+    """The cache as it is before the tokens from `length` on are written."""
+    hidden = KVCache(cache.keys.copy(), cache.values.copy())
+    later = np.arange(length, len(step.block_tables[0][step.block_tables[0] >= 0]) * size)
+    for store in (hidden.keys, hidden.values):
+        store[step.block_tables[0, later // size], later % size] = np.nan
+    return hidden
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("index", [2, 3])
+def test_one_long_sequence_is_shared_by_all_threads(index: int, threads: int) -> None:
+    step, cache, q = make(CASES[index], [(1400, 1)], seed=3)
+    alone = run(index, step, cache, q, ISAS[0], 1)
+    np.testing.assert_allclose(alone, expected(CASES[index], step, cache, q), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(alone, run(index, step, cache, q, ISAS[-1], threads))
+
+
+def test_nan_in_a_query_stays_in_its_row() -> None:
+    step, cache, q = make(CASES[0], [(30, 3)], seed=1)
+    clean = run(0, step, cache, q, ISAS[0], 1)
+    q[1, 4, 0] = np.nan
+    out = run(0, step, cache, q, ISAS[0], 2)
+    row = out[1].reshape(9, 64)
+    assert np.isnan(row[4]).all()
+    out[1].reshape(9, 64)[4] = clean[1].reshape(9, 64)[4]
+    np.testing.assert_array_equal(out, clean)
+
+
+def test_scratch_formula_is_the_kernels() -> None:
+    checks = [
+        f"static_assert(llmc::PagedAttention<{c.attrs.heads}, {c.attrs.kv_heads}, {c.attrs.head_dim}, {c.block_size}, "
+        f"float, 0, false>::scratch_bytes({n}) == "
+        f"{paged_cpu.scratch_bytes(c.attrs.heads, c.attrs.kv_heads, c.attrs.head_dim, n)});"
+        for c in CASES
+        for n in (1, 256, 257, 8192)
+    ]
+    build("\n".join(['#include "plugins/paged_attention/cpu.h"', *checks]), ISAS[:1])
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="block_size=24"):
+        paged_cpu.layer_bytes(1, 64, 24, "f32")
+    with pytest.raises(ValueError, match="kv dtype 'f16'"):
+        paged_cpu.layer_bytes(1, 64, 16, "f16")
+    q = [TensorType("f32", ("T", 4, 8))]
+    for broken in ({"heads": 3}, {"window": 0}, {"softcap": -1.0}, {"head_dim": 9}):
+        with pytest.raises(ValueError):
+            infer(dataclasses.replace(Attrs(0, 4, 2, 8, 1.0), **broken), q)
+
+
+@functools.cache
+def hugging_face_scores() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 4)) for n in (6, 6, 6))
+    return q, k, v
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_reference_against_the_definition(window: int | None) -> None:
+    q, k, v = hugging_face_scores()
+    context = StepContext(
+        16,
+        np.array([0, 6], np.int32),
+        np.array([6], np.int32),
+        np.array([[1]], np.int32),
+        {0: KVCache(*np.zeros((2, 2, 16, 1, 4)))},
+    )
+    context.kv[0].keys[1, :6, 0], context.kv[0].values[1, :6, 0] = k, v
+    out = reference(context, Attrs(0, 1, 1, 4, 0.5, window=window), [q[:, None].astype(np.float32)])[0]
+    for i in range(6):
+        seen = [j for j in range(6) if j <= i and (window is None or i - j < window)]
+        weights = np.exp([0.5 * q[i] @ k[j] for j in seen])
+        np.testing.assert_allclose(out[i], weights / weights.sum() @ v[seen], rtol=1e-5)
