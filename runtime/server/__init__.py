@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's endpoints, health, readiness and metrics over one `Service`."""

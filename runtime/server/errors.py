@@ -1,0 +1,117 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, for every status.
+
+Comes in: exceptions. Goes out: responses. Must not know: endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from llmc.runtime.params import RequestError
+
+log = logging.getLogger("llmc.server")
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+class ErrorBody(msgspec.Struct):
+    """The members of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ApiError(Exception):
+    """An answer other than 200. `status` from 500 on is the server's fault, below it the request's."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, _type_of(status), param, code)
+
+
+def _type_of(status: int) -> str:
+    if status == 503:
+        return "service_unavailable"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error_json(body: ErrorBody) -> bytes:
+    """The JSON of an error object."""
+    return msgspec.json.encode({"error": body})
+
+
+def _response(error: ApiError) -> Response:
+    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    return Response(error_json(error.body), error.status, headers, "application/json")
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """One message for the first parameter that is wrong, naming it, what it should be and what it is."""
+    found = error.errors()
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at byte {first['loc'][-1]}")
+    path = first["loc"][1:]
+    if not path:
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    param = _path_name(path)
+    if first["type"] in ("unsupported_parameter", "unknown_parameter"):
+        ctx = first["ctx"]
+        return ApiError(400, first["msg"], param=ctx["param"], code=first["type"])
+    same = [e for e in found if e["loc"][1] == path[0]]
+    wanted = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
+    value = json.dumps(first.get("input"), default=str, ensure_ascii=False)
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    return ApiError(400, f"{param} is {shown}; it should be {wanted}", param=param, code="invalid_type")
+
+
+def _path_name(path: tuple[int | str, ...]) -> str:
+    """messages[0].content; pydantic also names the member of a union that it tried, which no client knows."""
+    name = str(path[0])
+    for part in path[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list"):
+            name += f".{part}"
+        else:
+            break
+    return name
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app one of OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api(_: Request, error: ApiError) -> Response:
+        return _response(error)
+
+    @app.exception_handler(RequestError)
+    async def request(_: Request, error: RequestError) -> Response:
+        return _response(ApiError(400, str(error), param=error.param, code=error.code))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation(_: Request, error: RequestValidationError) -> Response:
+        return _response(from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path}: {message}"
+        return _response(ApiError(error.status_code, message, code=_CODES.get(error.status_code)))
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        return _response(ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details"))

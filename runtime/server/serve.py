@@ -1,0 +1,191 @@
+"""`llmc serve`: one process with uvicorn and the front end, from the first socket to the exit code.
+
+Comes in: `ServeConfig`. Goes out: an exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine dies.
+Must not know: options parsing.
+
+It listens before the engine is loaded: /health answers from the start, /ready once requests can be answered. On
+SIGTERM it goes on listening while it drains: /ready says so, and new requests get 503, not a refused connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.plan import Plan
+from llmc.artifacts.verify import require_verified
+from llmc.runtime.core_process import CoreOptions
+from llmc.runtime.server.app import create_app
+from llmc.runtime.server.context import ServerContext
+from llmc.runtime.server.metrics import Metrics
+from llmc.runtime.service import Service
+
+log = logging.getLogger("llmc.server")
+#: After draining, responses get this long to be written; with STOP_SECONDS it bounds the exit after an engine's death.
+FLUSH_SECONDS = 2
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What to serve and where. `model` and `lock`: what the plan must match before it is loaded."""
+
+    plan: Path
+    model: Path | None = None
+    lock: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: tuple[str, ...] = ()
+    options: CoreOptions = field(default_factory=CoreOptions)
+    shutdown_timeout: float = 30.0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_Run`: uvicorn's own handling stops listening at once."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: ServeConfig, core_command: Seq[str] | None = None) -> int:
+    """Serves until told to stop; raises LlmcError when plan, options or address are no good."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    plan = require_verified(config.plan, config.model, config.lock)
+    config.options.check(plan.manifest.profile)
+    with _listen(config.host, config.port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Run(config, plan, sock, core_command).main())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+    return sock
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+class _Run:
+    """One run of the server."""
+
+    def __init__(self, config: ServeConfig, plan: Plan, sock: socket.socket, core_command: Seq[str] | None) -> None:
+        self._config = config
+        self._sock = sock
+        self._command = core_command
+        manifest = plan.manifest
+        names = config.names or (manifest.model.name,)
+        info = {
+            "plan_digest": plan.digest,
+            "checkpoint_digest": manifest.checkpoint.digest,
+            "precision": manifest.build.precision,
+            "tp": str(manifest.build.tp),
+        }
+        self._context = ServerContext(plan, names, Metrics(names[0], info))
+        self._signalled: signal.Signals | None = None
+        self._stop = asyncio.Event()
+        app = create_app(self._context)
+        self._http = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+
+    async def main(self) -> int:
+        """Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
+        service = None
+        try:
+            service = await Service.start(
+                self._context.plan, self._config.options, observer=self._context.metrics, command=self._command
+            )
+            self._context.metrics.front = service.front
+            self._context.service = service
+            await self._until(service.wait_ready())
+            if not self._stop.is_set():
+                self._announce(service)
+                await self._until(service.front.failed.wait())
+            if service.front.failure is None:
+                await self._drain(service)
+            failure = service.front.failure  # closing sets it too
+        finally:
+            self._http.should_exit = True
+            await asyncio.gather(http, *([service.close()] if service else []))
+        if failure is not None:
+            log.error("the engine has stopped: %s", failure)
+            return 1
+        return 130 if self._signalled == signal.SIGINT else 0
+
+    async def _until(self, happening: object) -> None:
+        """Waits for something, or for a signal to stop."""
+        first = asyncio.ensure_future(happening)  # type: ignore[call-overload]
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((first, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if first.done():
+            first.result()
+        else:
+            first.cancel()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._signalled is not None:
+            log.warning("second signal: leaving at once")
+            self._http.force_exit = True
+            if self._context.service is not None:
+                self._context.service.front.abort_all("the server is shutting down")
+            return
+        self._signalled = number
+        self._stop.set()
+
+    def _announce(self, service: Service) -> None:
+        core = service.front.core
+        assert core is not None
+        host, port = self._sock.getsockname()[:2]
+        log.info(
+            "serving %s on http://%s:%d: loaded in %.2f s, %d blocks of KV, at most %d sequences and %d tokens a step",
+            self._context.model,
+            f"[{host}]" if ":" in host else host,
+            port,
+            core.load_seconds,
+            core.num_blocks,
+            core.max_num_seqs,
+            core.max_num_batched_tokens,
+        )
+
+    async def _drain(self, service: Service) -> None:
+        front = service.front
+        front.draining = True
+        log.info("shutting down: %d sequences to finish within %g s", front.in_flight, self._config.shutdown_timeout)
+        if not await front.wait_idle(self._config.shutdown_timeout):
+            log.warning("%d sequences did not finish in time", front.in_flight)
+            front.abort_all("the server is shutting down")

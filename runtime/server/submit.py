@@ -1,0 +1,28 @@
+"""From prompts to a group of sequences: every prompt `n` times, each answer with a seed of its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from llmc.runtime.front import Group
+from llmc.runtime.messages import SamplingParams
+from llmc.runtime.service import Service
+
+
+def submit(service: Service, prompts: list[list[int]], params: SamplingParams, n: int, param: str) -> Group:
+    """Starts `n` answers per prompt, those of a prompt next to each other; raises RequestError before any starts.
+
+    The i-th answer to a prompt samples with seed + i, or n equal seeds would give n equal answers.
+    """
+    requests = []
+    for prompt in prompts:
+        for i in range(n):
+            requests.append(service.text.request(prompt, _reseed(params, i), param))
+    return service.front.submit(requests)
+
+
+def _reseed(params: SamplingParams, i: int) -> SamplingParams:
+    if params.seed is None or i == 0:
+        return params
+    wrapped = (params.seed + i + 2**63) % 2**64 - 2**63  # the seed after the largest is the smallest
+    return msgspec.structs.replace(params, seed=wrapped)

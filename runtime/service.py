@@ -1,0 +1,83 @@
+"""A plan in service: core process, front end and text, started and ended together. HTTP server and Engine stand on it.
+
+Comes in: an open `Plan`, `CoreOptions`. Goes out: `Service`. Must not know: HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Self
+
+from llmc.artifacts.errors import EnvironmentFault, LlmcError, PlanError, UsageError
+from llmc.artifacts.plan import Plan
+from llmc.runtime.core_process import CoreOptions, CoreProcess
+from llmc.runtime.front import PROGRESS_DEADLINE, FrontEnd, Observer
+from llmc.runtime.messages import Abort, FromCore, Ready, Shutdown, Submit
+from llmc.runtime.model_text import ModelText
+
+_ERROR_OF_EXIT: dict[int, type[LlmcError]] = {2: UsageError, 3: PlanError}
+
+
+class Service:
+    """`front` submits requests, `text` makes them. A service that has failed stays failed."""
+
+    text: ModelText
+
+    def __init__(self, plan: Plan, observer: Observer | None, progress_deadline: float) -> None:
+        self.plan = plan
+        self.process: CoreProcess | None = None
+        self.front = FrontEnd(self._send, observer, progress_deadline)
+
+    @classmethod
+    async def start(
+        cls,
+        plan: Plan,
+        options: CoreOptions,
+        *,
+        observer: Observer | None = None,
+        command: Seq[str] | None = None,
+        progress_deadline: float = PROGRESS_DEADLINE,
+    ) -> Self:
+        """Starts the core and reads the tokenizer meanwhile; `wait_ready` tells when requests may come."""
+        options.check(plan.manifest.profile)
+        service = cls(plan, observer, progress_deadline)
+        service.process = CoreProcess(plan.path, options, command)
+        try:
+            service.text = ModelText(plan)
+            await service.process.connect(service._receive, service._on_gone)
+        except BaseException:
+            await service.close()
+            raise
+        return service
+
+    async def wait_ready(self) -> None:
+        """Returns once the core generates; raises LlmcError, of the kind that its exit code stands for, if it fails."""
+        await self.front.started.wait()
+        if self.front.failure is not None:
+            assert self.process is not None
+            await self.process.wait_exit(1.0)
+            kind = _ERROR_OF_EXIT.get(self.process.exit_code or 0, EnvironmentFault)
+            await self.close()
+            raise kind(self.front.failure)
+
+    async def close(self) -> None:
+        """Ends the core; requests in flight end with an error."""
+        self.front.abort_all("the engine is shutting down")
+        if self.process is not None:
+            await self.process.stop()
+        self.front.fail("the engine was shut down")
+
+    def _send(self, message: Submit | Abort | Shutdown) -> None:
+        assert self.process is not None
+        self.process.send(message)
+
+    def _receive(self, message: FromCore) -> None:
+        if isinstance(message, Ready):
+            self.text.narrow(message)
+        self.front.receive(message)
+
+    def _on_gone(self) -> None:
+        assert self.process is not None
+        code = self.process.exit_code
+        how = "closed its connection" if code is None else f"exited with code {code}"
+        self.front.fail(f"the engine core {how}")
