@@ -1,0 +1,97 @@
+"""`llmc build`: a checkpoint in, engine.plan out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from llmc.builder.build import BuildReport, MemoryPlan
+
+PRECISIONS = ("fp32", "bf16")
+
+
+@click.command(name="build")
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
+@click.option("--fp8", is_flag=True, help="FP8 E4M3 weights and activations, calibrated; the output head stays bf16.")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16.")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
+@click.option(
+    "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
+)
+@click.option("--target", default="cpu", show_default=True, help="cpu, or cpu:ISA such as cpu:x86-64-v4.")
+@click.option(
+    "--calib", type=click.Path(path_type=Path), help="Calibration table (.json) or text (.txt, .jsonl, folder)."
+)
+@click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
+@click.option("--lock", type=click.Path(path_type=Path), help="Lock file in which to record the plan.")
+@click.option("--verify-passes", is_flag=True, help="Check every pass on the real weights with the interpreter (slow).")
+@click.option("--no-evaluate", is_flag=True, help="Skip the comparison with Hugging Face on text.")
+@click.option("--dry-run", is_flag=True, help="Print the memory arithmetic and stop.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the build report (with times) as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report, or with --dry-run the arithmetic, as JSON.")
+def command(
+    model: Path, fp8: bool, dtype: str | None, dry_run: bool, report: Path | None, as_json: bool, **rest: Any
+) -> None:
+    """Compile a checkpoint into one plan, pinned to the checkpoint's hashes."""
+    from llmc.artifacts.errors import UsageError
+
+    if fp8 and dtype:
+        raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
+    precision = "fp8" if fp8 else dtype or "bf16"
+    _require_build_libraries()
+    from llmc import flow
+
+    if dry_run:
+        shape = {name: rest[name] for name in ("tp", "profile", "target")}
+        _print_memory(flow.plan_memory(model, precision=precision, **shape), as_json)
+        return
+    from llmc.cli.progress import make_progress
+
+    evaluate = not rest.pop("no_evaluate")
+    with make_progress() as progress:
+        result = flow.build(model, precision=precision, evaluate=evaluate, progress=progress, **rest)
+    text = json.dumps(dataclasses.asdict(result), indent=2, default=str)
+    if report is not None:
+        report.write_text(text + "\n")
+    if as_json:
+        click.echo(text)
+    else:
+        _print_report(result)
+
+
+def _require_build_libraries() -> None:
+    import importlib.util
+
+    from llmc.artifacts.errors import EnvironmentFault
+
+    missing = [
+        name for name in ("torch", "transformers", "safetensors", "gguf") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise EnvironmentFault(
+            f"building needs {', '.join(missing)}, which this environment lacks: pip install 'llmc[build]'. "
+            f"Serving a plan does not need them"
+        )
+
+
+def _print_memory(memory: MemoryPlan, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(memory), indent=2))
+        return
+    for line in memory.lines():
+        click.echo(line)
+
+
+def _print_report(report: BuildReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for name, value in report.rows():
+        table.add_row(name, value)
+    Console().print(table)
