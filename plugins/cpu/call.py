@@ -4,11 +4,11 @@ Comes in: a launch's attributes and types. Goes out: `CpuCall`, `KernelEnv`. Mus
 
 A call is emitted as
 
-    llmc::<function>(c, tid, <args>);
+    <function>(c, tid, <args>);
 
-inside `static void step_r0(const llmc::Ctx& c, int tid)`, which all threads of a rank run at once. After it every thread
-meets in `c.barrier(tid)`: a kernel leaves without one. The emitter knows for each graph value a typed pointer, the
-distance of its rows in elements and each symbol's value, and needs to know nothing about operators:
+inside `namespace llmc`, in `static void step_r0(const Ctx& c, int tid)`, which all threads of a rank run at once. After
+it every thread meets in `c.barrier(tid)`: a kernel leaves without one. The emitter knows for each graph value a typed
+pointer, the distance of its rows in elements and each symbol's value, and needs to know nothing about operators:
 
     Pointer("in", i)     (const T*) input i, T = C_TYPES[dtype]       Pointer("out", j)    (T*) output j
     RowStride("in", i)   int64_t, elements between rows of input i    RowStride("out", j)  the same of output j
@@ -91,8 +91,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class CpuCall:
-    """`header` is relative to `INCLUDE_ROOT`. `function` is the complete template, without `llmc::`. `prelude` is C++
-    that must stand before the function that calls it, once for each distinct text. `packing`: input -> the recipe
+    """`header` is relative to `INCLUDE_ROOT`. `function` is the complete template, as `namespace llmc` sees it. `prelude`
+    is C++ that must stand before the function that calls it, in the same namespace, once for each distinct text. `packing`: input -> the recipe
     around that input's recipe, with `{}` in its place; an input without an entry is stored as it is. `barriers`: how
     often the launch itself meets all threads of the rank. `sums_ranks`: output bytes a row that travel between ranks.
     """

@@ -36,7 +36,7 @@ class Attrs:
 
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     """x f32[M,K], w [N,K], (w_scale f32[N],) (b f32[N]) -> f32[M,N], or f32[M,N/2] when gated."""
-    if len(types) < 2 or types[0].dtype != "f32" or types[0].rank != 2 or types[1].rank != 2:  # noqa: PLR2004
+    if len(types) < 2 or types[0].dtype != "f32" or types[0].rank != 2 or types[1].rank != 2:
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32[M,K] and w [N,K] first")
     x, w = types[0], types[1]
     quantized = w.dtype == "f8e4m3"

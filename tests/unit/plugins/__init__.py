@@ -1,1 +1,0 @@
-"""Tests of the operators and their kernels."""

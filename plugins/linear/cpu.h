@@ -1,0 +1,223 @@
+// linear on the cpu target: see cpu.py for what the arguments are. Three loops: one row straight from the packed bytes, a
+// few rows likewise in tiles, many rows against pieces of the panel unpacked to floats. All give the same bits (tiles.h).
+//
+// Threads divide panels (a few rows) or panels times chunks of rows (many); each output is computed by one thread.
+#pragma once
+#include <algorithm>
+
+#include "plugins/cpu/functions.h"
+#include "plugins/cpu/runtime.h"
+#include "plugins/linear/quantize.h"
+#include "plugins/linear/tiles.h"
+
+namespace llmc {
+namespace lin {
+
+// Up to here rows are multiplied straight from the packed bytes; beyond, unpacking once is cheaper than decoding again.
+constexpr int kMaxPackedRows = 2 * kMaxTile;
+constexpr int kMaxChunkTiles = 240 / kMaxTile;
+
+struct Linear {  // activations, on results
+  static Lanes act(Lanes x) { return x; }
+};
+struct Relu {
+  static Lanes act(Lanes x) { return fn::relu(x); }
+};
+struct Silu {
+  static Lanes act(Lanes x) { return fn::silu(x); }
+};
+struct Gelu {
+  static Lanes act(Lanes x) { return fn::gelu(x); }
+};
+struct GeluTanh {
+  static Lanes act(Lanes x) { return fn::gelu_tanh(x); }
+};
+
+// n things in runs whose sizes differ by at most one: the first of run i.
+constexpr int run_start(int n, int runs, int i) { return n / runs * i + std::min(i, n % runs); }
+
+// Rows in tiles of at most kMaxTile.
+struct Tiles {
+  int rows, count;
+  explicit Tiles(int64_t n) : rows(int(n)), count((rows + kMaxTile - 1) / kMaxTile) {}
+  int first(int tile) const { return run_start(rows, count, tile); }
+  int size(int tile) const { return first(tile + 1) - first(tile); }
+};
+
+// From sums of a panel to y: scales, bias, activation, gate times up. Factors are those of 64 outputs, 0 behind N.
+template <class Act, bool Gated, bool Scaled, bool Bias>
+struct Finish {
+  alignas(64) float scale[kPanel], bias[kPanel];
+  int first, width;  // columns of y: the panel's first, and how many exist
+
+  Finish(int panel, int n, const float* w_scale, const float* b) {
+    const int side = Gated ? kPanel / 2 : kPanel, columns = Gated ? n / 2 : n;
+    first = panel * side;
+    width = std::min(side, columns - first);
+    for (int i = 0; i < kPanel; ++i) {
+      const int column = first + i % side;
+      const int at = i < side ? column : columns + column;
+      if (Scaled) scale[i] = column < columns ? w_scale[at] : 0;
+      if (Bias) bias[i] = column < columns ? b[at] : 0;
+    }
+  }
+
+  Lanes result(const float* acc, int at, float x_scale) const {
+    Lanes v = load(acc + at);
+    if (Scaled) v = v * (splat(x_scale) * load(scale + at));
+    return Bias ? v + load(bias + at) : v;
+  }
+
+  // One row; `half` as in packed_tile.
+  void operator()(const float* acc, float x_scale, float* y, int half) const {
+    for (int group = 0; group < (Gated ? 2 : 4); ++group) {
+      const int at = group * kLanes, left = std::min(width - at, kLanes);
+      if ((half >= 0 && group % 2 != half) || left <= 0) continue;
+      Lanes v = Act::act(result(acc, at, x_scale));
+      if (Gated) v = v * result(acc, at + kPanel / 2, x_scale);
+      fn::store(y + first + at, v, left);
+    }
+  }
+};
+
+// What of linear<...> differs by kind, not by size, so that one copy of the loops serves all layers of a kind.
+template <class F, class X, class Act, bool Gated, bool Bias>
+struct Kernel {
+  using Done = Finish<Act, Gated, X::kQuantized, Bias>;
+  const Ctx& c;
+  int tid, k, n;
+  X prepare;
+  const float* x;
+  int64_t x_stride;
+  const typename F::T* w;
+  const float *w_scale, *bias;
+  float* y;
+  int64_t y_stride;
+
+  int panels() const { return (n + kPanel - 1) / kPanel; }
+  static float factor(float scale) { return X::kQuantized ? scale * kXFactorRest : scale; }
+  const typename F::T* panel(int p) const { return w + int64_t(p) * kPanel * k; }
+
+  // Every thread quantizes the row for itself: cheaper than a meeting.
+  void one_row() const {
+    const float* row = x;
+    float scale = 1;
+    if (X::kQuantized) {
+      float* own = reinterpret_cast<float*>(c.scratch(tid));
+      scale = factor(prepare(x, k, own, 1));
+      row = own;
+    }
+    halves([&](int p, int half) {
+      alignas(64) float acc[kPanel];
+      packed_tile<F, 1>(panel(p), k, row, acc, half);
+      Done(p, n, w_scale, bias)(acc, scale, y, half);
+    });
+  }
+
+  // Calls body(panel, half) for this thread's panels: a thread's share may begin or end with half a panel.
+  template <class Body>
+  void halves(const Body& body) const {
+    const Share mine = share(2 * panels(), tid, c.threads);
+    for (int64_t h = mine.first; h < mine.last; ++h) {
+      const bool whole = h % 2 == 0 && h + 1 < mine.last;
+      body(int(h / 2), whole ? -1 : int(h % 2));
+      h += whole;
+    }
+  }
+
+  // All threads together: x to tiles in the shared scratch, followed by each row's factor.
+  const float* tiled(const Tiles& tiles) const {
+    float* to = reinterpret_cast<float*>(c.scratch());
+    float* scales = to + int64_t(tiles.rows) * k;
+    const Share mine = share(tiles.rows, tid, c.threads);
+    for (int tile = 0; tile < tiles.count; ++tile) {
+      const int first = tiles.first(tile), size = tiles.size(tile);
+      for (int r = 0; r < size; ++r)
+        if (first + r >= mine.first && first + r < mine.last)
+          scales[first + r] = factor(prepare(x + (first + r) * x_stride, k, to + int64_t(first) * k + r, size));
+    }
+    c.barrier(tid);
+    return to;
+  }
+
+  void few_rows(int64_t rows) const {
+    const Tiles tiles(rows);
+    const float* packed_x = tiled(tiles);
+    const float* scales = packed_x + rows * k;
+    halves([&](int p, int half) {
+      const Done done(p, n, w_scale, bias);
+      alignas(64) float acc[kMaxTile * kPanel];
+      for (int tile = 0; tile < tiles.count; ++tile) {
+        const int first = tiles.first(tile), size = tiles.size(tile);
+        with_rows<kMaxTile>(size, [&](auto r) {
+          packed_tile<F, decltype(r)::value>(panel(p), k, packed_x + int64_t(first) * k, acc, half);
+        });
+        for (int r = 0; r < size; ++r) done(acc + r * kPanel, scales[first + r], y + (first + r) * y_stride, half);
+      }
+    });
+  }
+
+  void many_rows(int64_t rows) const {
+    const Tiles tiles(rows);
+    const float* packed_x = tiled(tiles);
+    const float* scales = packed_x + rows * k;
+    // Chunks keep a thread's sums in its cache; twice as many where panels alone would divide the work unevenly.
+    int chunks = (tiles.count + kMaxChunkTiles - 1) / kMaxChunkTiles;
+    while (c.threads > 1 && panels() * chunks < 16 * c.threads && chunks * 8 <= tiles.count) chunks *= 2;
+    const Share mine = share(int64_t(panels()) * chunks, tid, c.threads);
+    float* pieces = reinterpret_cast<float*>(c.scratch(tid));
+    float* acc = pieces + kBlock * kPanel;
+    for (int64_t unit = mine.first; unit < mine.last; ++unit) {
+      const int p = int(unit / chunks), chunk = int(unit % chunks);
+      const int from = run_start(tiles.count, chunks, chunk), to = run_start(tiles.count, chunks, chunk + 1);
+      for (int k0 = 0; k0 < k; k0 += kBlock) block(tiles, from, to, p, k0, packed_x, pieces, acc);
+      const Done done(p, n, w_scale, bias);
+      const int top = tiles.first(from);
+      for (int r = top; r < tiles.first(to); ++r) done(acc + (r - top) * kPanel, scales[r], y + r * y_stride, -1);
+    }
+  }
+
+  void block(const Tiles& tiles, int from, int to, int p, int k0, const float* packed_x, float* pieces, float* acc) const {
+    const int k_count = std::min(kBlock, k - k0);
+    unpack<F>(panel(p) + int64_t(k0) * kPanel, k_count, pieces, std::make_index_sequence<kVecs>());
+    for (int piece = 0; piece < kPanel / kPiece; ++piece)
+      for (int tile = from; tile < to; ++tile) {
+        const int first = tiles.first(tile), size = tiles.size(tile);
+        const float* at = packed_x + int64_t(first) * k + int64_t(k0) * size;
+        float* sums = acc + (first - tiles.first(from)) * kPanel + piece * kPiece;
+        with_rows<kMaxTile>(size, [&](auto r) {
+          unpacked_tile<decltype(r)::value>(pieces + piece * kBlock * kPiece, k_count, at, sums, k0 == 0);
+        });
+      }
+  }
+
+  template <int64_t Min, int64_t Max>
+  void run(int64_t rows) const {
+    if constexpr (Min <= 1) {
+      if (rows <= 1) return rows ? one_row() : void();
+    }
+    if constexpr (Min <= kMaxPackedRows && Max > 1) {
+      if (rows <= kMaxPackedRows) return few_rows(rows);
+    }
+    if constexpr (Max > kMaxPackedRows) many_rows(rows);
+  }
+};
+
+}  // namespace lin
+
+// y[rows, N] (N/2 when gated) from x[rows, K]; rows is within Min..Max. With AllReduce the sum over ranks of N columns.
+template <int K, int N, int64_t Min, int64_t Max, class F, class X, class Act, bool Gated, bool Bias, bool AllReduce>
+void linear(const Ctx& c, int tid, int64_t rows, const float* x, int64_t x_stride, X prepare, const typename F::T* w,
+            const float* w_scale, const float* bias, float* y, int64_t y_stride) {
+  if constexpr (!AllReduce) {
+    lin::Kernel<F, X, Act, Gated, Bias>{c, tid, K, N, prepare, x, x_stride, w, w_scale, bias, y, y_stride}
+        .template run<Min, Max>(rows);
+  } else {
+    float* partial = c.comm->slot(c.comm->rank);
+    lin::Kernel<F, X, Act, Gated, false>{c, tid, K, N, prepare, x, x_stride, w, w_scale, nullptr, partial, N}
+        .template run<Min, Max>(rows);
+    rank_all_reduce(*c.comm, tid, c.threads, [&] { c.barrier(tid); }, y, rows, N, Bias ? bias : nullptr);
+  }
+}
+
+}  // namespace llmc

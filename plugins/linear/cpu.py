@@ -1,0 +1,60 @@
+"""How the cpu target calls linear. Weights are read in panels of 64 outputs; see formats.h for the bytes.
+
+Comes in: attributes and types. Goes out: `CpuCall`. Must not know: builder, runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmc.artifacts.types import TensorType
+from llmc.plugins.cpu.call import Arg, Cost, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.linear import Attrs
+
+PANEL = 64
+_FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
+_ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
+#: Floats of a thread beside one row of x: a block of a panel and the sums of a chunk of rows (tiles.h, cpu.h).
+_THREAD_FLOATS = (256 + 240) * PANEL
+
+
+def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
+    """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce."""
+    x, w, y = inputs[0], inputs[1], outputs[0]
+    n, k = (int(d) for d in w.shape)
+    least, most = env.bounds(x.shape[0])
+    quantized = w.dtype == "f8e4m3"
+    act, gate, _ = attrs.epilogue.partition("_gate")
+    kind = "Dynamic" if attrs.x_dynamic else "Plain" if attrs.x_scale is None else "Static"
+    flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
+    scale = "" if attrs.x_scale is None else f"{float(np.float32(attrs.x_scale)).hex()}f"
+    null = Literal("nullptr")
+    args: tuple[Arg, ...] = (
+        Product((x.shape[0],)),
+        Pointer("in", 0),
+        RowStride("in", 0),
+        Literal(f"llmc::lin::{kind}{{{scale}}}"),
+        Pointer("in", 1),
+        Pointer("in", 2) if quantized else null,
+        Pointer("in", 2 + quantized) if attrs.bias else null,
+        Pointer("out", 0),
+        RowStride("out", 0),
+    )
+    return CpuCall(
+        header="plugins/linear/cpu.h",
+        function=f"linear<{k}, {n}, {least}, {most}, lin::{_FORMATS[w.dtype]}, lin::{kind}, "
+        f"lin::{_ACTIVATIONS[act]}, {flags}>",
+        args=args,
+        packing={1: f"panels{gate and '_gated'}({{}}, {PANEL})"},
+        strided=frozenset({Pointer("in", 0)} | ({Pointer("out", 0)} if not attrs.all_reduce else set())),
+        scratch=Scratch(shared=4 * most * (k + 1) if most > 1 else 0, per_thread=4 * max(k, _THREAD_FLOATS)),
+        barriers=(most > 1) + 2 * attrs.all_reduce,
+        sums_ranks=4 * n if attrs.all_reduce else 0,
+        cost=Cost(
+            fixed_bytes=w.nbytes() + 4 * n * (quantized + attrs.bias),
+            row_bytes=4 * (k + int(y.shape[1])),
+            row_flops=2 * n * k,
+        ),
+    )

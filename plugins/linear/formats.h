@@ -1,0 +1,102 @@
+// How weights lie in a panel and become floats. A panel holds 64 outputs: for each k, 64 values side by side, zeros where
+// N ends. Both ISA levels read the same bytes; the order in which vectors hold the outputs is this file's secret.
+//
+//   Format::decode<J>(row)             the J-th vector of a panel's row k, J < kVecs, without its factor (see Fp8)
+//   Format::put<J>(v, to)              that vector's lanes to their outputs in to[64]
+//   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
+//
+// Part p of 2 is the outputs 16p..16p+15 and 32+16p..32+16p+15; part p of 4 likewise with 8. So a part of a gated panel
+// (32 gate outputs, then their 32 up outputs) has gates and ups that belong together.
+#pragma once
+#include <immintrin.h>
+
+#include "plugins/cpu/lanes.h"
+
+namespace llmc::lin {
+
+constexpr int kPanel = 64;
+
+#if LLMC_WIDE
+using Vec = __m512;
+constexpr int kWidth = 16;
+inline Vec vzero() { return _mm512_setzero_ps(); }
+inline Vec vload(const float* p) { return _mm512_loadu_ps(p); }
+inline void vstore(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec vsplat(const float* p) { return _mm512_set1_ps(*p); }
+inline Vec vfma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+#else
+using Vec = __m256;
+constexpr int kWidth = 8;
+inline Vec vzero() { return _mm256_setzero_ps(); }
+inline Vec vload(const float* p) { return _mm256_loadu_ps(p); }
+inline void vstore(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec vsplat(const float* p) { return _mm256_broadcast_ss(p); }
+inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+#endif
+
+constexpr int kVecs = kPanel / kWidth;
+
+// Vectors in the order of outputs.
+struct InOrder {
+  static constexpr int in_part(int parts, int j) { return j * kWidth % (kPanel / 2) / (kPanel / 2 / parts); }
+  template <int J>
+  static void put(Vec v, float* to) { vstore(to + J * kWidth, v); }
+};
+
+struct Fp32 : InOrder {
+  using T = float;
+  static constexpr float kFactor = 1;
+  template <int J>
+  static Vec decode(const T* row) { return vload(row + J * kWidth); }
+};
+
+struct Bf16 : InOrder {
+  using T = bf16;
+  static constexpr float kFactor = 1;
+  template <int J>
+  static Vec decode(const T* row) {
+#if LLMC_WIDE
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + J * kWidth));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+#else
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + J * kWidth));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+#endif
+  }
+};
+
+// E4M3 by shift and mask: the byte's sign, exponent and mantissa land on a float's, whose value is E4M3 * 2^-120. Subnormals
+// come out right because float subnormals do: neither FTZ nor DAZ may be set. In a group of 32 bytes, byte 4*i+j is output
+// 8*j+i, so that one shift of 32-bit words gives eight outputs that belong together. The bytes of NaN (0x7f, 0xff) would
+// come out as 480: a build refuses weights that are no numbers.
+struct Fp8 {
+  using T = uint8_t;
+  static constexpr int kMask = int(0x87F00000);
+#if LLMC_WIDE
+  // Vector j is outputs 8j..8j+7 of both groups.
+  static constexpr int in_part(int parts, int j) { return j * parts / 4; }
+  template <int J>
+  static Vec decode(const T* row) {
+    const __m512i words = _mm512_load_si512(row);
+    const __m512i moved = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - 8 * J), 4);
+    return _mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi32(kMask)));
+  }
+  template <int J>
+  static void put(Vec v, float* to) {
+    _mm256_storeu_ps(to + 8 * J, _mm512_castps512_ps256(v));
+    _mm256_storeu_ps(to + 32 + 8 * J, _mm512_extractf32x8_ps(v, 1));
+  }
+#else
+  static constexpr int in_part(int parts, int j) { return InOrder::in_part(parts, j); }
+  template <int J>
+  static Vec decode(const T* row) {
+    const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(row + J / 4 * 32));
+    const __m256i moved = _mm256_srai_epi32(_mm256_slli_epi32(words, 24 - 8 * (J % 4)), 4);
+    return _mm256_castsi256_ps(_mm256_and_si256(moved, _mm256_set1_epi32(kMask)));
+  }
+  template <int J>
+  static void put(Vec v, float* to) { InOrder::put<J>(v, to); }
+#endif
+};
+
+}  // namespace llmc::lin

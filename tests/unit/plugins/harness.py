@@ -1,0 +1,177 @@
+"""Compiles kernel calls into one library and runs them on numpy arrays, as an engine's generated code would.
+
+`Library([call, ...], isa)` compiles once; `library.run(i, inputs, outputs, ...)` runs call i on a pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmc.plugins import INCLUDE_ROOT
+from llmc.plugins.cpu import CXX_FLAGS
+from llmc.plugins.cpu.call import Arg, CpuCall, Literal, Pointer, Product, RowStride
+
+CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
+MAX_VALUES = 8
+
+_HEAD = """
+#include "plugins/cpu/runtime.h"
+struct Request {
+  int32_t threads; int32_t pad; int64_t T, S; int64_t shared, per_thread;
+  void* in[8]; int64_t in_stride[8]; void* out[8]; int64_t out_stride[8];
+  llmc_rank* rank; llmc_step* step; uint8_t* comm; int64_t slot; int32_t rank_number, tp; int64_t repeat;
+};
+static llmc::Pool* pool(int threads) {
+  static llmc::Pool* pools[65];
+  if (!pools[threads]) pools[threads] = new llmc::Pool(threads);
+  return pools[threads];
+}
+"""
+_CALL = """
+namespace llmc {{
+static void work_{i}(void* what, int tid) {{
+  const auto& [r, c] = *static_cast<std::pair<const Request&, llmc::Ctx>*>(what);
+  {function}(c, tid, {args});
+}}
+}}
+extern "C" int call_{i}(const Request* r) {{
+  llmc::Pool private_pool(r->tp > 1 ? r->threads : 1);
+  llmc::RankComm comm(r->comm, r->rank_number, r->tp, r->slot);
+  std::pair<const Request&, llmc::Ctx> both(*r, llmc::Ctx());
+  llmc::Ctx& c = both.second;
+  c.rank = r->rank; c.step = r->step; c.threads = r->threads; c.comm = &comm;
+  c.pool = r->tp > 1 ? &private_pool : pool(r->threads);
+  c.shared_scratch = llmc::whole_pages(r->shared);
+  c.thread_scratch = llmc::whole_pages(r->per_thread);
+  const int64_t bytes = llmc::scratch_bytes(c.shared_scratch, c.thread_scratch, c.threads);
+  c.scratch_memory = static_cast<uint8_t*>(aligned_alloc(4096, bytes ? bytes : 4096));
+  __builtin_memset(c.scratch_memory, 0xff, bytes);
+  for (int64_t i = 0; i < r->repeat; ++i) c.pool->run(llmc::work_{i}, &both);
+  free(c.scratch_memory);
+  return comm.failed() ? 2 : 0;
+}}
+"""
+
+
+class Request(ctypes.Structure):
+    _fields_ = (
+        ("threads", ctypes.c_int32),
+        ("pad", ctypes.c_int32),
+        ("T", ctypes.c_int64),
+        ("S", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
+        ("per_thread", ctypes.c_int64),
+        ("inputs", ctypes.c_void_p * MAX_VALUES),
+        ("in_stride", ctypes.c_int64 * MAX_VALUES),
+        ("outputs", ctypes.c_void_p * MAX_VALUES),
+        ("out_stride", ctypes.c_int64 * MAX_VALUES),
+        ("rank", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
+        ("comm", ctypes.c_void_p),
+        ("slot", ctypes.c_int64),
+        ("rank_number", ctypes.c_int32),
+        ("tp", ctypes.c_int32),
+        ("repeat", ctypes.c_int64),
+    )
+
+
+_POINTER_TYPES = {
+    "float32": "float",
+    "bfloat16": "llmc::bf16",
+    "float8_e4m3fn": "uint8_t",
+    "int32": "int32_t",
+}
+
+
+def isas() -> list[str]:
+    """The ISA levels that this machine runs."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return ["x86-64-v3"] + (["x86-64-v4"] if "avx512vl" in flags and "avx512bw" in flags else [])
+
+
+def has_both() -> bool:
+    return len(isas()) > 1
+
+
+def _arg(arg: Arg, types: dict[Pointer, str]) -> str:
+    match arg:
+        case Literal(text):
+            return text
+        case Product():
+            return "int64_t(" + arg.text({"T": "r.T", "S": "r.S"}) + ")"
+        case RowStride(side, index):
+            return f"r.{side}_stride[{index}]"
+        case Pointer(side, index):
+            return f"({'const ' if side == 'in' else ''}{types[arg]}*)r.{side}[{index}]"
+    raise TypeError(arg)
+
+
+def aligned(value: np.ndarray) -> np.ndarray:
+    """A contiguous copy that starts at a multiple of 64 bytes, as all values of a plan do."""
+    memory = np.empty(value.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    return copy
+
+
+class Library:
+    """`types` gives for each call the numpy dtype names of its values, where they are not f32."""
+
+    def __init__(self, calls: Sequence[CpuCall], isa: str, types: Sequence[dict[Pointer, str]] | None = None) -> None:
+        self.calls = calls
+        text = [f'#include "{h}"' for h in sorted({c.header for c in calls})] + [_HEAD]
+        text += [f"namespace llmc {{\n{p}\n}}" for p in dict.fromkeys(c.prelude for c in calls) if p]
+        for i, call in enumerate(calls):
+            known = {Pointer(side, n): "float" for side in ("in", "out") for n in range(MAX_VALUES)}  # type: ignore[arg-type]
+            known |= {p: _POINTER_TYPES[t] for p, t in (types[i] if types else {}).items()}
+            args = ", ".join(_arg(a, known) for a in call.args)
+            text.append(_CALL.format(i=i, function=call.function, args=args))
+        self._library = ctypes.CDLL(str(_compile("\n".join(text), isa)))
+
+    def run(
+        self,
+        index: int,
+        inputs: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        threads: int = 1,
+        tokens: int = 0,
+        rows: int = 0,
+        repeat: int = 1,
+        **fields: int,
+    ) -> None:
+        """Inputs and outputs as numpy arrays; a row stride is theirs. The last axis must be contiguous."""
+        request = Request(threads=threads, T=tokens, S=rows, repeat=repeat, tp=1)
+        request.shared, request.per_thread = self.calls[index].scratch.shared, self.calls[index].scratch.per_thread
+        for values, pointers, strides in (
+            (inputs, request.inputs, request.in_stride),
+            (outputs, request.outputs, request.out_stride),
+        ):
+            for i, value in enumerate(values):
+                pointers[i] = value.ctypes.data
+                strides[i] = value.strides[0] // value.itemsize if value.ndim > 1 else 1
+        for name, value in fields.items():
+            setattr(request, name, value)
+        assert self._library[f"call_{index}"](ctypes.byref(request)) == 0
+
+
+def _compile(text: str, isa: str) -> Path:
+    headers = sorted(INCLUDE_ROOT.glob("plugins/**/*.h"))
+    digest = hashlib.sha256(b"\0".join([text.encode(), isa.encode(), *(h.read_bytes() for h in headers)])).hexdigest()
+    CACHE.mkdir(exist_ok=True)
+    library = CACHE / f"{digest[:32]}.so"
+    if not library.exists():
+        source = library.with_suffix(".cpp")
+        source.write_text(text)
+        aside = library.with_suffix(".tmp.so")
+        flags = [*CXX_FLAGS, "-O3", f"-march={isa}", "-I", str(INCLUDE_ROOT), "-shared", "-fPIC", "-pthread", "-Wall"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(aside)], check=True)
+        aside.rename(library)
+    return library

@@ -1,0 +1,144 @@
+"""rope_cache's kernel against its reference: what it returns and what it writes into the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.plugins.cpu.call import KernelEnv
+from llmc.plugins.operator import KVCache, StepContext
+from llmc.plugins.paged_attention.cpu import layer_bytes
+from llmc.plugins.rope_cache import Attrs, infer, reference
+from llmc.plugins.rope_cache.cpu import launch
+from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, build, pack, source, unpack
+
+CASES = [
+    (Attrs(0, 9, 3, 64, rotary=64), 16, "f32"),
+    (Attrs(0, 4, 2, 80, rotary=32, qk_norm_eps=1e-6), 32, "bf16"),
+    (Attrs(0, 2, 2, 24, rotary=8, style="interleaved"), 16, "bf16"),
+    (Attrs(0, 4, 1, 20), 64, "f32"),
+    (Attrs(0, 2, 1, 128, rotary=128, style="interleaved", qk_norm_eps=1e-5), 16, "f32"),
+]
+
+
+def types_of(a: Attrs) -> tuple[TensorType, ...]:
+    widths = [a.heads * a.head_dim] + [a.kv_heads * a.head_dim] * 2 + [a.rotary] * (2 * bool(a.rotary))
+    shapes = [("T", w) for w in widths] + [(a.head_dim,)] * (0 if a.qk_norm_eps is None else 2)
+    return tuple(TensorType("f32", shape) for shape in shapes)
+
+
+def launches() -> list[Launch]:
+    result = []
+    for a, block_size, dtype in CASES:
+        size = layer_bytes(a.kv_heads, a.head_dim, block_size, dtype)
+        env = KernelEnv((1, 64), (1, 8), 1, block_size, dtype, size, {a.layer: 0}, 8, 256)
+        outputs = infer(a, types_of(a))
+        result.append(Launch(launch(a, types_of(a), outputs, env), types_of(a), outputs))
+    return result
+
+
+def make_step(lengths: Sequence[tuple[int, int]], block_size: int, rng: np.random.Generator) -> tuple[Step, int]:
+    """A step of (tokens before, tokens in it), and how many blocks it uses."""
+    needed = [-(-sum(pair) // block_size) for pair in lengths]
+    tables = np.full((len(lengths), max(needed)), -(2**30), np.int32)
+    order = rng.permutation(sum(needed)).astype(np.int32)
+    for s, count in enumerate(needed):
+        tables[s, :count], order = order[:count], order[count:]
+    starts = np.cumsum([0] + [new for _, new in lengths]).astype(np.int32)
+    return Step(starts, np.array([sum(pair) for pair in lengths], np.int32), tables), sum(needed)
+
+
+def make_inputs(a: Attrs, tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """q, k, v as column ranges of one wider array, as a merged projection leaves them."""
+    width, kv_width = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    merged = rng.standard_normal((tokens, width + 2 * kv_width)).astype(np.float32)
+    inputs = [merged[:, :width], merged[:, width : width + kv_width], merged[:, width + kv_width :]]
+    if a.rotary:
+        angles = rng.uniform(-4, 4, (tokens, a.rotary))
+        inputs += [np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)]
+    if a.qk_norm_eps is not None:
+        inputs += [rng.uniform(0.5, 2, a.head_dim).astype(np.float32) for _ in range(2)]
+    return inputs
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+    threads=st.integers(1, 5),
+)
+@settings(max_examples=12, deadline=None)
+def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int, threads: int) -> None:
+    (a, block_size, dtype), rng = CASES[index], np.random.default_rng(seed)
+    step, blocks = make_step(lengths, block_size, rng)
+    shape = (blocks, block_size, a.kv_heads, a.head_dim)
+    cache = KVCache(*(rng.standard_normal(shape).astype(NUMPY_DTYPES[dtype]) for _ in range(2)))
+    packed = pack(cache, dtype)
+    tokens = int(step.query_start[-1])
+    inputs = make_inputs(a, tokens, rng)
+    context = StepContext(block_size, step.query_start, step.context_len, step.block_tables, {0: cache})
+    want = reference(context, a, inputs)[0]
+    results = []
+    for isa in ISAS:
+        held = packed.copy()
+        rank = Rank(build(source(launches()))[isa], launches(), threads, held)
+        out = np.full((tokens, a.heads, a.head_dim), np.nan, np.float32)
+        assert rank.call(index, step, inputs, [out]) == 0
+        rank.close()
+        results.append((out.tobytes(), held.tobytes()))
+        np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+        got = unpack(held, block_size, a.kv_heads, a.head_dim, dtype)
+        tolerance = 2e-6 if dtype == "f32" else 2**-8
+        np.testing.assert_allclose(got.keys.astype("f4"), cache.keys.astype("f4"), rtol=tolerance, atol=2e-6)
+        np.testing.assert_array_equal(got.values, cache.values)
+    assert results[0] == results[-1]
+
+
+def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
+    a, block_size, _ = CASES[2]
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800001, 0x7F7FFFFF, 0x80000001], np.uint32)
+    step = Step(np.array([0, 1], np.int32), np.array([1], np.int32), np.array([[0]], np.int32))
+    inputs = make_inputs(a, 1, np.random.default_rng(0))
+    inputs[2][0, : len(bits)] = bits.view(np.float32)
+    held = pack(KVCache(*np.zeros((2, 1, block_size, a.kv_heads, a.head_dim))), "bf16")
+    rank = Rank(build(source(launches()))[ISAS[0]], launches(), 1, held)
+    rank.call(2, step, inputs, [np.zeros((1, a.heads, a.head_dim), np.float32)])
+    rank.close()
+    written = unpack(held, block_size, a.kv_heads, a.head_dim, "bf16").values[0, 0, 0, : len(bits)]
+    assert written.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7FC0, 0x7F80, 0x8000]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_heads": 2}, "multiple"),
+        ({"rotary": 7}, "rotary=7"),
+        ({"rotary": 66}, "rotary=66"),
+        ({"style": "both"}, "style 'both'"),
+        ({"qk_norm_eps": 1e-6}, "expected"),
+        ({"head_dim": 32, "rotary": 32}, "expected"),
+    ],
+)
+def test_type_rule_names_the_reason(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        infer(dataclasses.replace(CASES[0][0], **change), types_of(CASES[0][0]))  # type: ignore[arg-type]
+
+
+def test_rotation_is_hugging_faces() -> None:
+    """q * cos + rotate_half(q) * sin, as transformers' Llama writes it."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((3, 8)).astype(np.float32) for _ in range(3))
+    cos, sin = (rng.standard_normal((3, 8)).astype(np.float32) for _ in range(2))
+    context = StepContext(
+        16, np.array([0, 3]), np.array([3]), np.array([[0]]), {0: KVCache(*np.zeros((2, 1, 16, 1, 8), np.float32))}
+    )
+    out = reference(context, Attrs(0, 1, 1, 8, rotary=8), [q, k, v, cos, sin])[0]
+    half = np.concatenate([-q[:, 4:], q[:, :4]], axis=1)
+    np.testing.assert_allclose(out[:, 0], q * cos + half * sin, rtol=1e-6)
+    np.testing.assert_array_equal(context.kv[0].values[0, :3, 0], v)
