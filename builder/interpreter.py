@@ -1,7 +1,7 @@
 """Executes any graph in numpy: the oracle for passes and kernels.
 
-Comes in: a `Graph` (one, or one per rank), the step's arrays, a `StepContext`, and a function that gives a recipe's value.
-Goes out: the returned values; the context's caches are written. Must not know: how recipes are executed, kernels.
+Comes in: a `Graph` (one, or one per rank), the arrays of a step, a `StepContext`, a function that gives a recipe's
+value. Goes out: the returned values; the caches of the context are written. Must not know: how recipes are executed.
 
     batch = Batch(graph, capacities=(12, 9))            # two sequences with room for 12 and 9 tokens
     logits, = run(graph, *batch.step([[5, 6, 7], [8]]), params)   # prefill three tokens and one
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.plugins.operator import KVCache, StepContext
@@ -27,8 +27,8 @@ Params = Callable[[str], np.ndarray]
 
 
 def run(graph: Graph, inputs: Mapping[str, np.ndarray], context: StepContext, params: Params) -> tuple[np.ndarray, ...]:
-    """The graph's outputs in order. `inputs` are ids and positions i32[T] and rows i32[S], by name; a graph that declares
-    them with a batch axis gets them reshaped. Raises GraphError where a value is of another type than its node says.
+    """The graph's outputs in order. `inputs` are ids and positions i32[T] and rows i32[S], by name; a graph that
+    declares a batch axis gets them reshaped. Raises GraphError where a value is of another type than its node says.
     """
     last = {name: index for index, node in enumerate(graph) for name in node.inputs}
     values: dict[str, np.ndarray] = {}
@@ -36,7 +36,7 @@ def run(graph: Graph, inputs: Mapping[str, np.ndarray], context: StepContext, pa
     for index, node in enumerate(graph):
         results = _results(node, [values[name] for name in node.inputs], inputs, context, params)
         for name, kind, value in zip(node.outputs, node.types, results, strict=True):
-            _check(node, name, kind.dtype, kind.shape, value, sizes)
+            _check(node, name, kind, value, sizes)
             values[name] = value
         for name in dict.fromkeys(node.inputs):
             if last[name] == index and name not in graph.outputs:
@@ -59,22 +59,18 @@ def _results(node: Node, arguments: Sequence[np.ndarray], inputs: Mapping[str, n
     return ALL[node.op].reference(context, node.attrs, arguments)
 
 
-def _check(
-    node: Node, name: str, dtype: str, shape: Sequence[int | str], value: np.ndarray, sizes: dict[str, int]
-) -> None:
-    fits = value.ndim == len(shape) and value.dtype == NUMPY_DTYPES[dtype]
-    for dim, size in zip(shape, value.shape, strict=False):
+def _check(node: Node, name: str, kind: TensorType, value: np.ndarray, sizes: dict[str, int]) -> None:
+    fits = value.ndim == kind.rank and value.dtype == NUMPY_DTYPES[kind.dtype]
+    for dim, size in zip(kind.shape, value.shape, strict=False):
         fits = fits and size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
     if not fits:
         where = f" @{node.path}" if node.path else ""
-        raise GraphError(
-            f"{node.op} %{name}{where}: declared {dtype}{list(shape)}, the value is {value.dtype}{list(value.shape)}"
-        )
+        raise GraphError(f"{node.op} %{name}{where}: declared {kind}, the value is {value.dtype}{list(value.shape)}")
 
 
 def run_ranks(graphs: Sequence[Graph], inputs: Mapping[str, np.ndarray], contexts: Sequence[StepContext],
               params: Params) -> list[tuple[np.ndarray, ...]]:  # fmt: skip
-    """Every rank's outputs. The ranks run in threads; an all_reduce adds the partials in rank order, on every rank alike."""
+    """Every rank's outputs. The ranks run in threads; an all_reduce adds the partials in rank order, on all alike."""
     if len(graphs) == 1:
         return [run(graphs[0], inputs, contexts[0], params)]
     exchange = _Exchange(len(graphs))
@@ -123,8 +119,8 @@ class _Exchange:
 
 def make_context(graph: Graph, capacities: Sequence[int], block_size: int = 4, seed: int = 0,
                  kv_dtype: str = "f32") -> StepContext:  # fmt: skip
-    """A context with an empty cache for every attention layer of the graph, and block tables i32[sequences, blocks] with
-    room for `capacities` tokens, in a random order over all sequences. No step is set yet: `Batch.step` does that.
+    """A context with an empty cache for every attention layer of the graph, and block tables i32[sequences, blocks]
+    with room for `capacities` tokens, in a random order over all sequences. `Batch.step` adds what a step has.
     """
     blocks = [-(-tokens // block_size) for tokens in capacities]
     order = np.random.default_rng(seed).permutation(sum(blocks)).astype(np.int32)
@@ -161,8 +157,8 @@ class Batch:
         self._context = make_context(self.graph, self.capacities, self.block_size, self.seed, self.kv_dtype)
 
     def step(self, tokens: Sequence[Sequence[int]], rows: str = "last") -> tuple[dict[str, np.ndarray], StepContext]:
-        """Inputs and context of a step that appends `tokens[s]` (none: the sequence sits out) to sequence s. `rows` says
-        whose logits are wanted: the "last" token's of each sequence in the step, or "all".
+        """Inputs and context of a step that appends `tokens[s]` (none: the sequence sits out) to sequence s. `rows`
+        says whose logits are wanted: the "last" token's of each sequence in the step, or "all".
         """
         active = [s for s, own in enumerate(tokens) if len(own)]
         counts = [len(tokens[s]) for s in active]

@@ -1,6 +1,6 @@
 """attention: what a traced model calls for one layer: write keys and values to the paged cache, then attend causally.
 
-Comes in: q, k, v of a step after rotation. Goes out: `OPERATORS`. Must not know: the plug-ins that passes split it into.
+Comes in: q, k, v of a step after rotation. Goes out: `OPERATORS`. Must not know: the plug-ins that replace it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _infer(attrs: AttentionAttrs, types: Sequence[TensorType]) -> tuple[TensorTy
     """Traced: q [1,H,T,D], k [1,KH,T,D], v [1,KH,T,DV] -> [1,T,H,DV]. Canonical: the same as [T,H,D] -> [T,H,DV]."""
     a = attrs
     q = types[0] if types else None
-    if len(types) != 3 or q is None or q.dtype != "f32" or q.rank not in (3, 4):  # noqa: PLR2004
+    if len(types) != 3 or q is None or q.dtype != "f32" or q.rank not in (3, 4):
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected q, k, v in f32 with 3 or 4 axes")
-    traced = q.rank == 4  # noqa: PLR2004
+    traced = q.rank == 4
     heads, tokens = (q.shape[1], q.shape[2]) if traced else (q.shape[1], q.shape[0])
 
     def expected(count: Dim, width: int) -> TensorType:
@@ -52,7 +52,7 @@ def _infer(attrs: AttentionAttrs, types: Sequence[TensorType]) -> tuple[TensorTy
 
 def _reference(context: StepContext, attrs: AttentionAttrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Computed in float64 over the keys and values as the cache holds them."""
-    traced = inputs[0].ndim == 4  # noqa: PLR2004
+    traced = inputs[0].ndim == 4
     q, k, v = (x[0].transpose(1, 0, 2) for x in inputs) if traced else inputs
     cache = context.kv[attrs.layer]
     out = np.empty((*q.shape[:2], attrs.v_dim), np.float32)

@@ -48,7 +48,7 @@ def _reduce(context: StepContext, attrs: ReduceAttrs, inputs: Sequence[np.ndarra
 def _infer_matmul(attrs: NoAttrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     """a [..,M,K], b [..,K,N] -> [..,M,N]; what stands before broadcasts."""
     a, b = types
-    if a.rank < 2 or b.rank < 2 or {a.dtype, b.dtype} != {"f32"}:  # noqa: PLR2004
+    if a.rank < 2 or b.rank < 2 or {a.dtype, b.dtype} != {"f32"}:
         raise ValueError(f"{a} and {b}: expected f32 matrices")
     if a.shape[-1] != b.shape[-2] or isinstance(a.shape[-1], str):
         raise ValueError(f"{a} times {b}: {a.shape[-1]} columns against {b.shape[-2]} rows, both must be one number")

@@ -1,0 +1,176 @@
+"""The traced graph without its batch axis, transposes, expansions and duplicates: what all further passes start from.
+
+Comes in: a graph as traced: ids [1,T], heads before tokens. Goes out: the same computation where tokens come first:
+ids [T], hidden states [T,H], q [T,heads,head_dim], logits [S,V]. Must not know: families, what patterns come later.
+
+Every node is emitted anew from values whose axes are tracked (`layout`), so most views cost nothing. What remains:
+`reshape` between [T, heads * head_dim] and [T, heads, head_dim] and where a [T,R] table meets [T, heads, R]; reductions
+over the last axis with keepdim; `transpose` and `broadcast` only where an operator needs elements in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.passes.layout import Emitter, Lazy
+from llmc.builder.passes.rewrite import report, tidy
+from llmc.builder.primitives.elementwise import BINARY, UNARY
+
+Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
+
+
+def canonicalize(graph: Graph) -> tuple[Graph, PassReport]:
+    """Returns the canonical graph. Raises GraphError for an operator that tracing does not emit."""
+    emitter = Emitter()
+    values: dict[str, Lazy] = {}
+    for node in graph:
+        if node.op not in _RULES:
+            raise GraphError(f"{node.op} %{', %'.join(node.outputs)}: canonicalize has no rule for this operator")
+        emitter.source = node
+        result = _RULES[node.op](emitter, node, [values[name] for name in node.inputs])
+        if result.shape != node.type.shape:
+            raise GraphError(f"{node.op} %{node.out}: {result.shape} stands for {node.type}")
+        values[node.out] = result
+    outputs = tuple(
+        emitter.align(values[o], [i for i, d in enumerate(values[o].shape) if d != 1]) for o in graph.outputs
+    )
+    after = tidy(graph.with_nodes(emitter.nodes, outputs))
+    views = sum(n.op in ("reshape", "transpose", "broadcast") for n in graph)
+    left = sum(n.op in ("reshape", "transpose", "broadcast") for n in after)
+    return after, report("canonicalize", graph, after, views - left)
+
+
+def _source(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Inputs lose their batch axis, one-element constants all axes; weights stay as they are."""
+    shape = node.type.shape
+    keep = list(range(len(shape)))
+    if node.op == "input":
+        keep = [i for i, d in enumerate(shape) if d != 1]
+    elif node.op == "const" and len(node.attrs.values) == 1:
+        keep = []
+    name = e.add(node.op, (), node.attrs, TensorType(node.type.dtype, tuple(shape[i] for i in keep)))
+    return e.laid(name, shape, keep)
+
+
+def _unary(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    (x,) = inputs
+    return Lazy(
+        e.add(node.op, (x.name,), node.attrs, TensorType(node.type.dtype, e.types[x.name].shape)), x.shape, x.axes
+    )
+
+
+def _binary(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    shape = node.type.shape
+    padded = [x.padded(len(shape)) for x in inputs]
+    order = e.order(padded)
+    return e.laid(e.emit(node.op, [e.align(x, order, full=False, trim=True) for x in padded]), shape, order)
+
+
+def _reduce(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Over the last stored axis, which stays as 1."""
+    (x,) = inputs
+    axis = node.attrs.axis % len(x.shape)
+    order = [i for i in e.order([x], [axis]) if i != axis] + [axis]
+    name = x.name if x.stored() == order and e.size(x, axis) == x.shape[axis] else e.align(x, order)
+    if order.index(axis) != e.types[name].rank - 1:
+        name = e.align(x, order)
+    name = e.emit("reduce", [name], kind=node.attrs.kind, axis=-1, keepdim=True)
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    return e.view(e.laid(name, shape, order), node.type.shape)
+
+
+def _reshape(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    return e.view(inputs[0], node.type.shape)
+
+
+def _transpose(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    (x,) = inputs
+    return Lazy(x.name, node.type.shape, tuple(x.axes[i] for i in node.attrs.perm))
+
+
+def _broadcast(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    padded = inputs[0].padded(len(node.type.shape))
+    return Lazy(padded.name, node.type.shape, padded.axes)
+
+
+def _slice(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    (x,) = inputs
+    axis = node.attrs.axis % len(x.shape)
+    stored = x.axes[axis]
+    if stored is None or e.size(x, axis) != x.shape[axis]:  # repeated: any part is like the whole
+        return Lazy(x.name, node.type.shape, x.axes)
+    attrs = {"start": node.attrs.start, "stop": node.attrs.stop, "step": node.attrs.step}
+    return Lazy(e.emit("slice", [x.name], axis=stored, **attrs), node.type.shape, x.axes)
+
+
+def _concat(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    axis = node.attrs.axis % node.type.rank
+    order = e.order(inputs, [axis])
+    names = [e.align(x, order) for x in inputs]
+    return e.laid(e.emit("concat", names, axis=order.index(axis)), node.type.shape, order)
+
+
+def _matmul(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """An outer product (one term per sum) is a multiplication; other batch axes broadcast."""
+    rank = node.type.rank
+    a, b = (x.padded(rank) for x in inputs)
+    if a.shape[-1] == 1:
+        return _binary(e, node.replace(op="mul"), [a, b])
+    batch = sorted({i for x in (a, b) for i in x.stored() if i < rank - 2})
+    order = [*batch, rank - 2, rank - 1]
+    left, right = (e.align(x, order) for x in (a, b))
+    return e.laid(e.emit("matmul", [left, right]), node.type.shape, order)
+
+
+def _linear(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    return e.whole(e.emit("linear", [e.exact(x) for x in inputs], **vars(node.attrs)))
+
+
+def _norm(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Over the last traced axis, which is brought to the last place where it is stored elsewhere."""
+    x = inputs[0]
+    last = len(x.shape) - 1
+    order = [i for i in e.order([x], [last]) if i != last] + [last]
+    name = x.name if x.stored() == order and e.types[x.name].rank == len(order) else e.align(x, order)
+    name = e.emit(node.op, [name, *(e.exact(w) for w in inputs[1:])], **vars(node.attrs))
+    return e.laid(name, x.shape, order)
+
+
+def _embedding(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    ids, table = inputs
+    order = ids.stored()
+    name = e.emit("embedding", [e.align(ids, order), e.exact(table)])
+    return e.laid(name, node.type.shape, [*order, node.type.rank - 1])
+
+
+def _select_rows(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    return e.whole(e.emit("select_rows", [e.exact(x) for x in inputs]))
+
+
+def _attention(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """q [1,H,T,D], k and v [1,KH,T,D] as [T,H,D] and [T,KH,D]; the result [1,T,H,D] as [T,H,D]."""
+    names = [e.align(x, (2, 1, 3)) for x in inputs]
+    return e.laid(e.emit("attention", names, **vars(node.attrs)), node.type.shape, [1, 2, 3])
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("input", "param", "const"), _source),
+    **dict.fromkeys((*UNARY, "cast"), _unary),
+    **dict.fromkeys(BINARY, _binary),
+    "reduce": _reduce,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "broadcast": _broadcast,
+    "slice": _slice,
+    "concat": _concat,
+    "matmul": _matmul,
+    "linear": _linear,
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "embedding": _embedding,
+    "select_rows": _select_rows,
+    "attention": _attention,
+}

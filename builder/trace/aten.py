@@ -1,0 +1,386 @@
+"""The one table from ATen operators to primitives.
+
+Comes in: an `Emitter` and a traced node's arguments. Goes out: `TABLE`, operator name -> translation. Must not know:
+model families. A translation gets the arguments as the operator's schema names them, with values of our graph and
+constants for tensors, and returns a value (a tuple of values where the operator has several results).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from llmc.artifacts.types import Dim, TensorType
+from llmc.builder.trace.emitter import Emitter, Name, Value
+
+Translation = Callable[..., Value | tuple[Value, ...]]
+TABLE: dict[str, Translation] = {}
+
+#: Operators that compute nothing in evaluation mode, or only on the host.
+IDENTITIES = frozenset(
+    {"contiguous", "clone", "detach", "detach_", "alias", "dropout", "dropout_", "native_dropout", "lift_fresh",
+     "lift_fresh_copy", "positive", "feature_dropout"}
+)  # fmt: skip
+
+
+def aten(*names: str) -> Callable[[Translation], Translation]:
+    """Enters a translation for `name` or `name.overload`; the latter is looked up first."""
+
+    def enter(translation: Translation) -> Translation:
+        for name in names:
+            TABLE[name] = translation
+        return translation
+
+    return enter
+
+
+@aten(*sorted(IDENTITIES))
+def _identity(e: Emitter, input: Value | None = None, self: Value | None = None, a: Value | None = None,
+              **options: Any) -> Value:  # fmt: skip
+    value = next(v for v in (input, self, a) if v is not None)
+    return value
+
+
+@aten("to", "_to_copy", "type_as", "float")
+def _to(e: Emitter, self: Value, **options: Any) -> Value:
+    """A change of dtype; devices and memory formats mean nothing here."""
+    assert e.at is not None
+    return cast(e, e.value(self), e.dtype(e.at.meta["val"].dtype))
+
+
+def cast(e: Emitter, x: Name, dtype: str) -> Name:
+    """The value in another dtype; itself where it has that already."""
+    return x if e.types[x].dtype == dtype else e.emit("cast", [x], dtype=dtype)
+
+
+# -- elementwise
+
+UNARY = {name: name for name in ("neg", "exp", "log", "tanh", "cos", "sin", "sqrt", "rsqrt", "sigmoid", "silu", "relu",
+                                 "erf", "abs", "square", "reciprocal")}  # fmt: skip
+
+
+def _unary(op: str) -> Translation:
+    return lambda e, self, **_: e.emit(op, [e.value(self)])
+
+
+for _name, _op in UNARY.items():
+    TABLE[_name] = _unary(_op)
+
+
+@aten("gelu")
+def _gelu(e: Emitter, self: Value, approximate: str = "none") -> Value:
+    return e.emit("gelu" if approximate == "none" else "gelu_tanh", [e.value(self)])
+
+
+def binary(e: Emitter, op: str, left: Any, right: Any) -> Name:
+    """Both operands in the result's dtype; numbers become constants."""
+    assert e.at is not None
+    dtype = e.dtype(e.at.meta["val"].dtype)
+    operands = []
+    for operand in (left, right):
+        if isinstance(operand, Name | torch.Tensor):
+            operands.append(cast(e, e.value(operand), dtype))
+        elif isinstance(operand, int | float):
+            operands.append(e.scalar(operand, dtype))
+        else:
+            raise e.unsupported("it computes with the number of tokens")
+    return e.emit(op, operands)
+
+
+@aten("add", "sub", "rsub")
+def _add(e: Emitter, self: Any, other: Any, alpha: Any = 1) -> Value:
+    assert e.at is not None
+    name = str(e.at.target).split(".")[1].rstrip("_")
+    if alpha != 1:
+        other = binary(e, "mul", other, alpha)
+    return binary(e, "sub", other, self) if name == "rsub" else binary(e, name, self, other)
+
+
+@aten("mul", "maximum", "minimum", "multiply")
+def _plain_binary(e: Emitter, self: Any, other: Any) -> Value:
+    assert e.at is not None
+    name = str(e.at.target).split(".")[1].rstrip("_")
+    return binary(e, "mul" if name == "multiply" else name, self, other)
+
+
+@aten("div", "true_divide", "divide")
+def _div(e: Emitter, self: Any, other: Any, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is not None:
+        raise e.unsupported(f"rounding_mode {rounding_mode!r} has no translation")
+    return binary(e, "div", self, other)
+
+
+@aten("pow")
+def _pow(e: Emitter, self: Any, exponent: Any) -> Value:
+    return binary(e, "pow", self, exponent)
+
+
+@aten("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6")
+def _clamp(
+    e: Emitter, self: Value, min: Any = None, max: Any = None, min_val: Any = None, max_val: Any = None
+) -> Value:
+    assert e.at is not None
+    low, high = (min if min is not None else min_val), (max if max is not None else max_val)
+    if "relu6" in str(e.at.target):
+        low, high = 0, 6
+    value = e.value(self)
+    value = value if low is None else binary(e, "maximum", value, low)
+    return value if high is None else binary(e, "minimum", value, high)
+
+
+@aten("leaky_relu")
+def _leaky_relu(e: Emitter, self: Value, negative_slope: float = 0.01) -> Value:
+    x = e.value(self)
+    return e.emit("maximum" if negative_slope <= 1 else "minimum", [x, binary(e, "mul", x, negative_slope)])
+
+
+# -- reductions
+
+
+@aten("mean", "sum", "amax")
+def _reduce(e: Emitter, self: Value, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+    assert e.at is not None
+    kind = {"mean": "mean", "sum": "sum", "amax": "max"}[str(e.at.target).split(".")[1]]
+    x = e.value(self)
+    axes = [dim] if isinstance(dim, int) else list(dim or range(e.types[x].rank))
+    for axis in sorted((a % e.types[x].rank for a in axes), reverse=True):
+        x = e.emit("reduce", [x], kind=kind, axis=axis - e.types[x].rank, keepdim=keepdim)
+    return x
+
+
+@aten("softmax", "_softmax")
+def _softmax(e: Emitter, self: Value, dim: int, **options: Any) -> Value:
+    x = e.value(self)
+    axis = dim % e.types[x].rank - e.types[x].rank
+    peak = e.emit("reduce", [x], kind="max", axis=axis, keepdim=True)
+    weights = e.emit("exp", [e.emit("sub", [x, peak])])
+    return e.emit("div", [weights, e.emit("reduce", [weights], kind="sum", axis=axis, keepdim=True)])
+
+
+# -- layers
+
+
+@aten("embedding")
+def _embedding(e: Emitter, weight: Value, indices: Value, **options: Any) -> Value:
+    return e.emit("embedding", [e.value(indices), e.value(weight)])
+
+
+@aten("layer_norm", "native_layer_norm")
+def _layer_norm(e: Emitter, input: Value, normalized_shape: Sequence[int], weight: Value | None = None,
+                bias: Value | None = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Value:  # fmt: skip
+    if len(normalized_shape) != 1:
+        raise e.unsupported(f"it normalises over {len(normalized_shape)} axes")
+    size = normalized_shape[0]
+    w = e.value(torch.ones(size) if weight is None else weight)
+    b = e.value(torch.zeros(size) if bias is None else bias)
+    return e.emit("layer_norm", [e.value(input), w, b], eps=eps)
+
+
+@aten("rms_norm")
+def _rms_norm(e: Emitter, input: Value, normalized_shape: Sequence[int], weight: Value | None = None,
+              eps: float | None = None) -> Value:  # fmt: skip
+    if len(normalized_shape) != 1:
+        raise e.unsupported(f"it normalises over {len(normalized_shape)} axes")
+    w = e.value(torch.ones(normalized_shape[0]) if weight is None else weight)
+    return e.emit("rms_norm", [e.value(input), w], eps=torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+@aten("linear")
+def _linear(e: Emitter, input: Value, weight: Value, bias: Value | None = None) -> Value:
+    return linear(e, e.value(input), e.value(weight), None if bias is None else e.value(bias))
+
+
+@aten("addmm")
+def _addmm(e: Emitter, self: Value, mat1: Value, mat2: Value, beta: Any = 1, alpha: Any = 1) -> Value:
+    if (beta, alpha) != (1, 1):
+        raise e.unsupported(f"beta={beta} and alpha={alpha} have no translation")
+    return product(e, e.value(mat1), e.value(mat2), e.value(self))
+
+
+@aten("matmul", "mm", "bmm")
+def _matmul(e: Emitter, self: Value, mat2: Value | None = None, other: Value | None = None, **options: Any) -> Value:
+    right = mat2 if other is None else other
+    assert right is not None
+    return product(e, e.value(self), e.value(right), None)
+
+
+def product(e: Emitter, x: Name, matrix: Name, bias: Name | None) -> Name:
+    """x times a matrix stored by inputs: a linear layer where the matrix is a weight."""
+    turned = e.transposed(matrix)
+    if turned is not None:
+        return linear(e, x, turned, bias)
+    out = e.emit("matmul", [x, matrix])
+    return out if bias is None else e.emit("add", [out, bias])
+
+
+def linear(e: Emitter, x: Name, weight: Name, bias: Name | None) -> Name:
+    """x [..,K] times a weight [N,K]: as `linear` over [M,K] where M is one symbol or number, as `matmul` otherwise."""
+    lead = e.types[x].shape[:-1]
+    rows = _rows(lead)
+    if rows is None or weight not in e.recipes:
+        turned = e.transposed(weight) or e.emit("transpose", [weight], perm=(1, 0))
+        out = e.emit("matmul", [x, turned])
+        return out if bias is None else e.emit("add", [out, bias])
+    flat = reshape(e, x, (rows, e.types[x].shape[-1]), f"{x}.flat")
+    inputs = [flat, weight] if bias is None else [flat, weight, bias]
+    out = e.emit("linear", inputs, bias=bias is not None)
+    return reshape(e, out, (*lead, e.types[out].shape[-1]), f"{out}.batched")
+
+
+def _rows(lead: Sequence[Dim]) -> Dim | None:
+    """The number of rows that leading dimensions flatten to: a symbol alone or a number."""
+    symbols = [d for d in lead if isinstance(d, str)]
+    number = math.prod(d for d in lead if isinstance(d, int))
+    if not symbols:
+        return number
+    return symbols[0] if len(symbols) == 1 and number == 1 else None
+
+
+@aten("index")
+def _index(e: Emitter, self: Value, indices: Sequence[Value | None]) -> Value:
+    """x[:, rows] with one row axis, everything before it of size 1; or the rows of a table that ids name."""
+    given = [i for i in indices if i is not None]
+    x = e.value(self)
+    kind, axis = e.types[x], len(indices) - 1
+    if len(given) != 1 or indices[-1] is None or any(d != 1 for d in kind.shape[:axis]):
+        raise e.unsupported("only rows of tokens can be selected")
+    index = e.value(given[0])
+    if e.types[index].dtype != "i32":
+        raise e.unsupported("it selects by a mask")
+    if not isinstance(kind.shape[axis], str):
+        if axis or kind.rank != 2:
+            raise e.unsupported("only rows of tokens and of tables can be selected")
+        return e.emit("embedding", [index, x])
+    width = math.prod(d for d in kind.shape[axis + 1 :] if isinstance(d, int))
+    picked = e.emit("select_rows", [reshape(e, x, (kind.shape[axis], width), f"{x}.flat"), index])
+    return reshape(e, picked, (*kind.shape[:axis], *e.types[index].shape, *kind.shape[axis + 1 :]), f"{picked}.batched")
+
+
+@aten("llmc.attention")
+def _attention(e: Emitter, q: Value, k: Value, v: Value, layer: int, scale: float, window: int | None,
+               softcap: float | None) -> Value:  # fmt: skip
+    inputs = [e.value(q), e.value(k), e.value(v)]
+    _, kv_heads, _, head_dim = e.types[inputs[1]].shape
+    return e.emit("attention", inputs, layer=layer, scale=scale, window=window, softcap=softcap, kv_heads=kv_heads,
+                  head_dim=head_dim, v_dim=e.types[inputs[2]].shape[3])  # fmt: skip
+
+
+# -- shapes
+
+
+def reshape(e: Emitter, x: Name, shape: tuple[Dim, ...], stem: str | None = None) -> Name:
+    """The value in another shape; itself where it has that already."""
+    return x if e.types[x].shape == shape else e.emit("reshape", [x], stem, shape=shape)
+
+
+@aten("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
+def _view(e: Emitter, self: Value, **options: Any) -> Value:
+    assert e.at is not None
+    return reshape(e, e.value(self), e.kind(e.at).shape)
+
+
+@aten("expand", "expand_as", "broadcast_to")
+def _expand(e: Emitter, self: Value, **options: Any) -> Value:
+    assert e.at is not None
+    x, shape = e.value(self), e.kind(e.at).shape
+    return x if e.types[x].shape == shape else e.emit("broadcast", [x], shape=shape)
+
+
+@aten("repeat_interleave.self_int")
+def _repeat_interleave(e: Emitter, self: Value, repeats: int, dim: int | None = None, **options: Any) -> Value:
+    x = e.value(self)
+    shape = e.types[x].shape
+    if dim is None or not isinstance(repeats, int) or isinstance(shape[dim], str):
+        raise e.unsupported("only an axis of fixed size can be repeated")
+    axis = dim % len(shape)
+    apart = reshape(e, x, (*shape[: axis + 1], 1, *shape[axis + 1 :]))
+    wide = e.emit("broadcast", [apart], shape=(*shape[: axis + 1], repeats, *shape[axis + 1 :]))
+    return reshape(e, wide, (*shape[:axis], _number(shape[axis]) * repeats, *shape[axis + 1 :]))
+
+
+def _number(dim: Dim) -> int:
+    assert isinstance(dim, int)
+    return dim
+
+
+@aten("permute", "transpose", "t", "movedim", "swapaxes", "numpy_T", "mT")
+def _permute(e: Emitter, self: Value, dims: Sequence[int] | None = None, dim0: int | None = None,
+             dim1: int | None = None, **options: Any) -> Value:  # fmt: skip
+    x = e.value(self)
+    rank = e.types[x].rank
+    perm = list(range(rank))
+    if dims is not None:
+        perm = [d % rank for d in dims]
+    elif dim0 is not None and dim1 is not None:
+        perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
+    elif rank == 2 and not options:
+        perm = [1, 0]
+    else:
+        raise e.unsupported("this order of axes has no translation")
+    turned = e.transposed(x) if perm == [1, 0] else None
+    return turned or (x if perm == sorted(perm) else e.emit("transpose", [x], perm=tuple(perm)))
+
+
+@aten("cat", "concat")
+def _cat(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
+    values = [e.value(t) for t in tensors]
+    return values[0] if len(values) == 1 else e.emit("concat", values, axis=dim)
+
+
+@aten("stack")
+def _stack(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
+    values = [e.value(t) for t in tensors]
+    shape = e.types[values[0]].shape
+    axis = dim % (len(shape) + 1)
+    return e.emit("concat", [reshape(e, v, (*shape[:axis], 1, *shape[axis:])) for v in values], axis=axis)
+
+
+@aten("slice")
+def _slice(e: Emitter, self: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+    x = e.value(self)
+    shape = e.types[x].shape
+    axis, size = dim % len(shape), shape[dim]
+    if isinstance(size, str):
+        if start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end > 1 << 40)):
+            return x
+        raise e.unsupported("it cuts the tokens")
+    low, high, _ = slice(start, end, step).indices(size)
+    return cut(e, x, axis, low, high, step)
+
+
+def cut(e: Emitter, x: Name, axis: int, start: int, stop: int, step: int = 1) -> Name:
+    """Entries start:stop:step of an axis; the value itself where that is all of them."""
+    whole = (start, stop, step) == (0, e.types[x].shape[axis], 1)
+    return x if whole else e.emit("slice", [x], axis=axis, start=start, stop=stop, step=step)
+
+
+@aten("select.int")
+def _select(e: Emitter, self: Value, dim: int, index: Any) -> Value:
+    assert e.at is not None
+    x = e.value(self)
+    shape = e.types[x].shape
+    size = shape[dim]
+    if isinstance(size, str) or not isinstance(index, int):
+        raise e.unsupported("it picks single tokens")
+    piece = cut(e, x, dim % len(shape), index % size, index % size + 1)
+    return reshape(e, piece, e.kind(e.at).shape)
+
+
+@aten("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "tensor_split")
+def _split(e: Emitter, self: Value, dim: int = 0, **options: Any) -> tuple[Value, ...]:
+    """Consecutive pieces, as wide as the tracer found them."""
+    assert e.at is not None
+    x = e.value(self)
+    axis, start, pieces = dim % e.types[x].rank, 0, []
+    dropped = str(e.at.target).split(".")[1] == "unbind"
+    for piece in e.at.meta["val"]:
+        width = 1 if dropped else piece.shape[axis]
+        if not isinstance(width, int):
+            raise e.unsupported("it divides the tokens")
+        part = cut(e, x, axis, start, start + width)
+        pieces.append(reshape(e, part, TensorType(e.types[x].dtype, e.shape(piece)).shape))
+        start += width
+    return tuple(pieces)

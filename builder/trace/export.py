@@ -1,0 +1,151 @@
+"""Runs torch.export on the stock transformers model: parameters on the meta device, buffers real, T and S symbolic.
+
+Comes in: a Hugging Face config. Goes out: `Exported`. Must not know: our graph, any model family.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from llmc.artifacts.errors import LlmcError, UnsupportedError
+from llmc.builder.trace.hook import IMPLEMENTATION
+
+#: Example sizes. Different from each other and from 0 and 1, which torch.export would take for constants.
+_TOKENS, _ROWS = 7, 3
+#: The attribute of the wrapper that holds the model: the first part of every name that torch.export gives.
+_PREFIX = "model"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`program` takes ids and positions [1,T] and rows [S]. `buffers`: the values that the model computed for itself,
+    by name. `names`: parameter name -> all names of that parameter (tied ones have several). `prefix`: the model's
+    `base_model_prefix`, which the names of some checkpoints lack.
+    """
+
+    program: torch.export.ExportedProgram
+    architecture: str
+    buffers: dict[str, torch.Tensor]
+    names: dict[str, tuple[str, ...]]
+    prefix: str
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """Puts uninitialised tensors, which is what modules make parameters from, on the meta device; buffers stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+class _Ragged(torch.nn.Module):
+    """The model as a function of ids, positions and the rows whose logits are wanted."""
+
+    def __init__(self, model: torch.nn.Module, options: dict[str, Any], keeps: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._options = options
+        self._keeps = keeps
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        options = {**self._options, "logits_to_keep": rows} if self._keeps else self._options
+        if self._keeps:
+            return self.model(input_ids=ids, position_ids=positions, **options).logits
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, rows], *inputs[1:]))
+        try:
+            return self.model(input_ids=ids, position_ids=positions, **options).logits
+        finally:
+            handle.remove()
+
+
+def export(config: PretrainedConfig) -> Exported:
+    """Builds the model and exports it. Raises UnsupportedError with the reason where either fails."""
+    config = copy.deepcopy(config)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedError(f"transformers has no causal language model of model_type {config.model_type!r}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError("config.json: quantization_config: give the checkpoint before quantization")
+    with no_init_weights(), _ParametersOnMeta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION).eval()
+    buffers = dict(model.named_buffers())
+    model.to("meta")
+    model.tie_weights()
+    names = _names(model)
+    try:
+        program = _export(model)
+    except LlmcError:
+        raise
+    except Exception as error:  # third-party model code under a tracer: anything may come
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(f"{type(model).__name__} cannot be traced with ragged tokens: {lines[0]}") from error
+    return Exported(program, type(model).__name__, buffers, names, model.base_model_prefix)
+
+
+def _names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every parameter name -> all names of the parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def _export(model: Any) -> torch.export.ExportedProgram:
+    accepted = inspect.signature(model.forward).parameters
+    if "position_ids" not in accepted:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes no position_ids, so tokens of several sequences cannot share a step"
+        )
+    wanted = {"use_cache": False, "return_dict": True}
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    options = {name: value for name, value in wanted.items() if name in accepted or anything}
+    wrapper = _Ragged(model, options, "logits_to_keep" in accepted).eval()
+    tokens, rows = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("T", "S"))
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(
+            wrapper, arguments, dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}), strict=False
+        )
+        if any(_mutates(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})  # operators stay as they are, in-place ones become functions
+    return program
+
+
+def _mutates(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The module that a node was traced in, as `model.layers.0.mlp`; empty for what no module owns."""
+    stack = node.meta.get("nn_module_stack")
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return own_name(path.split("@")[0])  # a second call of one module is marked @1
+
+
+def own_name(name: str) -> str:
+    """A name of the exported program without the wrapper's part."""
+    return name.removeprefix(_PREFIX).removeprefix(".")
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """Where in Python the node comes from, as ` (modeling_x.py:123: code)`; empty where the tracer does not know."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    places = [index for index, line in enumerate(lines) if line.startswith("File ")]
+    if not places:
+        return ""
+    file, _, rest = lines[places[-1]].removeprefix('File "').partition('", line ')
+    code = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
+    return f" ({file.rpartition('/')[2]}:{rest.split(',')[0]}: {code})"
