@@ -1,0 +1,152 @@
+"""The KV pool's bookkeeping: which blocks are free, who holds one, and which full blocks can be found by their tokens.
+
+Comes in: token ids, block numbers. Goes out: block numbers. Must not know: sequences, memory, the executor.
+
+The prefix cache is a tree of full blocks. A block's key is its parent's number and the exact tuple of its own tokens,
+so that a hit means equal tokens from the first on: there is no hash that could collide. A number can serve as a key
+because a parent outlives its children: whoever holds a block holds its whole chain, `release` gives up children first,
+and so the least recently released block, which is evicted first, never has a child.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+#: The parent of a sequence's first block.
+ROOT = -1
+
+_Key = tuple[int, tuple[int, ...]]
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. Each is free, held (counted), or idle: cached and held by nobody."""
+
+    def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.caching = caching
+        self.evictions = 0
+        self._holders = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._keys: list[_Key | None] = [None] * num_blocks
+        self._cached: dict[_Key, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give out: the free and the idle."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self) -> int:
+        """A block held once, its content undefined: a free one, or the idle one that nobody has used for longest.
+
+        Raises IndexError when none is available; callers look at `num_available` first.
+        """
+        if self._free:
+            block = self._free.pop()
+        else:
+            if not self._idle:
+                raise IndexError(f"all {self.num_blocks} blocks are held")
+            block, _ = self._idle.popitem(last=False)
+            key = self._keys[block]
+            assert key is not None
+            del self._cached[key]
+            self._keys[block] = None
+            self.evictions += 1
+        self._holders[block] = 1
+        return block
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Counts one more holder of each block; an idle one stops being available. Raises ValueError for a free one."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                if block not in self._idle:
+                    raise ValueError(f"block {block} is free and cannot be held")
+                del self._idle[block]
+            self._holders[block] += 1
+
+    def release(self, chain: Iterable[int]) -> None:
+        """Gives up a sequence's blocks, named from first to last. Raises ValueError for one that nobody holds."""
+        for block in reversed(tuple(chain)):
+            count = self._holders[block] - 1
+            if count < 0:
+                raise ValueError(f"block {block} was released more often than it was held")
+            self._holders[block] = count
+            if count == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def commit(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
+        """Offers a full, held block for reuse; returns the block to use in its place from now on.
+
+        That is another block if one of the same prefix is there already: it is held instead, and `block` is released.
+        `parent` is what `commit` returned for the block before it, or ROOT.
+        """
+        if not self.caching:
+            return block
+        key = (parent, tokens)
+        found = self._cached.get(key)
+        if found is None:
+            self._cached[key] = block
+            self._keys[block] = key
+            return block
+        if found != block:
+            self.hold((found,))
+            self.release((block,))
+        return found
+
+    def match(self, tokens: array[int], most: int) -> list[int]:
+        """The cached blocks that hold the start of `tokens`, at most `most` of them. They are not held yet."""
+        blocks: list[int] = []
+        parent, size = ROOT, self.block_size
+        for index in range(min(most, len(tokens) // size) if self._cached else 0):
+            found = self._cached.get((parent, tuple(tokens[index * size : (index + 1) * size])))
+            if found is None:
+                break
+            blocks.append(found)
+            parent = found
+        return blocks
+
+    def available_besides(self, blocks: Iterable[int]) -> int:
+        """`num_available` once these cached blocks are held."""
+        return self.num_available - sum(block in self._idle for block in blocks)
+
+    def check(self, chains: Iterable[Iterable[int]]) -> None:
+        """Raises AssertionError unless the books are right, given every holder's chain of blocks."""
+        counts = [0] * self.num_blocks
+        for chain in chains:
+            members = list(chain)
+            assert len(set(members)) == len(members), f"a block is twice in one chain: {members}"
+            for block in members:
+                counts[block] += 1
+        assert counts == self._holders, "holders do not match the chains"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & self._idle.keys(), "a block is both free and idle"
+        for block, count in enumerate(counts):
+            idle = block in self._idle
+            assert (count == 0) == (idle or block in free), f"block {block}: {count} holders, idle {idle}"
+            assert not idle or self._keys[block] is not None, f"idle block {block} cannot be found"
+            assert block not in free or self._keys[block] is None, f"free block {block} can be found"
+        assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._cached
+        order = {block: place for place, block in enumerate(self._idle)}
+        for (parent, tokens), block in self._cached.items():
+            assert len(tokens) == self.block_size
+            assert parent == ROOT or self._keys[parent] is not None, f"block {block} has lost its parent {parent}"
+            if parent in order:
+                assert order.get(block, self.num_blocks) < order[parent], f"block {parent} would go before {block}"
