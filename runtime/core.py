@@ -1,0 +1,205 @@
+"""The engine core: takes requests from a channel, runs steps until all have ended, and says what each has gained.
+
+Comes in: a plan, a channel to the front end, `CoreOptions`. Goes out: `Output`, `Stats`, `Ready`, `Fatal` messages.
+Must not know: text, HTTP, how a step is computed.
+
+One thread, one loop: messages in, schedule, compute, sample, messages out. It waits only where it has nothing to do, on
+the channel and on the ranks at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import secrets
+import select
+import time
+from array import array
+from collections.abc import Sequence as Seq
+from typing import Self
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.plan import Plan
+from llmc.runtime.blocks import BlockPool
+from llmc.runtime.channel import Channel
+from llmc.runtime.executor import Executor, RankLost
+from llmc.runtime.messages import Abort, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
+from llmc.runtime.native import Sampled
+from llmc.runtime.options import CoreOptions
+from llmc.runtime.params import Limits, check, fit
+from llmc.runtime.sampling import RowSampler, logprobs_of
+from llmc.runtime.scheduler import Scheduler, Sequence
+from llmc.runtime.step import Chunk, StepBatch
+
+_STATS_SECONDS = 0.1
+_NO_TOKEN = "no token could be chosen: the model's logits are not finite, or every token is banned"
+
+
+class Core:
+    """A loaded plan at work. Leaving its `with` ends the ranks. Raises LlmcError where the plan cannot be loaded."""
+
+    def __init__(self, plan: Plan, channel: Channel[ToCore], options: CoreOptions) -> None:
+        profile, model = plan.manifest.profile, plan.manifest.model
+        options.check(profile)
+        self._channel = channel
+        self._eos = model.eos_token_ids
+        self._executor = Executor(
+            plan,
+            threads=options.threads,
+            kv_bytes=options.kv_bytes,
+            num_blocks=options.num_blocks,
+            max_num_seqs=options.max_num_seqs,
+            step_timeout=options.step_timeout,
+            watch=channel.fileno(),
+        )
+        self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
+        self._pool = BlockPool(self._executor.num_blocks, profile.block_size, options.prefix_cache)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_seq_len=profile.max_seq_len,
+        )
+        pool_tokens = self._pool.num_blocks * profile.block_size
+        self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
+        self._sampler = RowSampler(self._executor.library, model.vocab_size, profile.max_num_seqs)
+        self._draining = self._stopping = False
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._stats_time = 0.0
+        self._stats_steps = -1
+
+    def run(self, load_seconds: float = 0.0) -> int:
+        """Serves until told to stop; returns the exit code: 0 after a Shutdown, 1 when a rank was lost.
+
+        Raises ChannelClosed or ParentGone when the front end has gone.
+        """
+        idle = select.poll()
+        for descriptor in (self._channel.fileno(), *self._executor.descriptors()):
+            idle.register(descriptor, select.POLLIN)
+        try:
+            # The first step proves that the engine computes. Block 0 is nobody's yet.
+            self._executor.run(StepBatch([Chunk(array("i", [0]), 0, array("i", [0]), 1)]))
+            ready = Ready(
+                self._pool.num_blocks, self._max_num_seqs, self._scheduler.max_num_batched_tokens, load_seconds
+            )
+            self._channel.send(ready)
+            gc.freeze()  # what was loaded stays: no collection has to look at it again
+            self._loop(idle)
+        except RankLost as error:
+            self._fail_all(str(error))
+            self._channel.send(Fatal(str(error)))
+            return 1
+        return 0
+
+    def _loop(self, idle: select.poll) -> None:
+        while not self._stopping:
+            self._receive()
+            batch = self._scheduler.schedule()
+            if batch is not None:
+                self._step(batch)
+                continue
+            if self._draining:
+                return
+            self._send_stats()
+            idle.poll()
+            self._executor.check()
+
+    # Messages in
+
+    def _receive(self) -> None:
+        for message in self._channel.receive(0):
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                sequence = self._scheduler.abort(message.request_id, message.finish_reason)
+                if sequence is not None:
+                    self._channel.send(Output(message.request_id, [], finish_reason=message.finish_reason))
+            else:
+                self._shut_down(message)
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            if self._draining:
+                raise UsageError("the engine is shutting down and takes no more requests")
+            params = fit(message.prompt, check(message.params, self._limits), self._limits)
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            self._scheduler.add(Sequence(message.request_id, message.prompt, params, self._eos, seed))
+        except UsageError as error:
+            self._channel.send(Output(message.request_id, [], finish_reason="error", error=str(error)))
+
+    def _shut_down(self, message: Shutdown) -> None:
+        self._draining = True
+        if not message.drain:
+            self._stopping = True
+            self._fail_all("the engine was shut down")
+
+    def _fail_all(self, error: str) -> None:
+        outputs = []
+        for sequence in self._scheduler.sequences():
+            self._scheduler.abort(sequence.request_id, "error")
+            outputs.append(Output(sequence.request_id, [], finish_reason="error", error=error))
+        if outputs:
+            self._channel.send(*outputs)
+
+    # A step
+
+    def _step(self, batch: StepBatch) -> None:
+        began = time.perf_counter()
+        logits = self._executor.run(batch)
+        sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
+        gained = self._scheduler.update(batch, [found.token for found in sampled])
+        now = time.perf_counter()
+        self._steps += 1
+        self._step_seconds += now - began
+        messages: list[Output | Stats] = [_output(s, found) for s, found in zip(gained, sampled, strict=True)]
+        if now - self._stats_time >= _STATS_SECONDS:
+            messages.append(self._stats(now))
+        if messages:
+            self._channel.send(*messages)
+
+    def _send_stats(self) -> None:
+        """Once per time of rest."""
+        if self._stats_steps != self._steps or self._stats_time == 0.0:
+            self._channel.send(self._stats(time.perf_counter()))
+
+    def _stats(self, now: float) -> Stats:
+        self._stats_time, scheduler = now, self._scheduler
+        idle = not scheduler.num_running and not scheduler.num_waiting
+        self._stats_steps = self._steps if idle else -1
+        return Stats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            blocks_used=self._pool.num_held,
+            blocks_total=self._pool.num_blocks,
+            steps=self._steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            generation_tokens=scheduler.generation_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            step_seconds=self._step_seconds,
+        )
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _output(sequence: Sequence, sampled: Sampled) -> Output:
+    """What a sequence has gained by a step."""
+    shown: Seq[int] = () if sequence.stop_token is not None or sampled.token == -1 else (sampled.token,)
+    return Output(
+        sequence.request_id,
+        list(shown),
+        [logprobs_of(sampled)] if shown and sequence.params.logprobs is not None else None,
+        sequence.finish_reason,
+        sequence.stop_token,
+        _NO_TOKEN if sequence.finish_reason == "error" else None,
+        sequence.cached_tokens or 0,
+    )

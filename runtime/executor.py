@@ -1,0 +1,284 @@
+"""The ranks of a plan as processes, and a step as one call.
+
+Comes in: an open, verified `Plan`, `StepBatch`es. Goes out: logits. Must not know: requests, scheduling, sampling.
+
+Ranks share one anonymous memory file with this process: step arrays, logits and the memory where their compiled code
+meets. A step is announced over a socket a rank, and answered there, so that one wait sees an answer, a death and time
+running out alike. Nothing has a name in the file system, so nothing can be left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Self, TypeVar
+
+import numpy as np
+
+from llmc.artifacts import errors
+from llmc.artifacts.errors import EnvironmentFault, LlmcError
+from llmc.artifacts.plan import Plan
+from llmc.runtime.kv_size import choose_num_blocks
+from llmc.runtime.machine import available_memory, usable_cpus
+from llmc.runtime.native import Library
+from llmc.runtime.rank_main import DONE, FAILED, MAX_DATAGRAM, READY, RankConfig
+from llmc.runtime.step import Chunk, StepBatch
+from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
+
+C = TypeVar("C", bound=Chunk)
+_COMMAND = (sys.executable, "-P", "-m", "llmc.runtime.rank_main")
+#: Seconds that ranks may take to load.
+LOAD_TIMEOUT = 300.0
+#: Seconds after which a rank whose process is stopped (SIGSTOP, a debugger) counts as lost.
+STOPPED_TIMEOUT = 3.0
+_CLOSE_SECONDS = 1.0
+
+
+class RankLost(EnvironmentFault):
+    """A rank has died, hung, or failed a step; the message says which and how. The executor is closed."""
+
+
+class ParentGone(Exception):
+    """The descriptor that the executor was told to watch has hung up: nobody wants the step any more."""
+
+
+class _Rank:
+    """One process and the socket to it."""
+
+    def __init__(self, number: int, inherit: Iterable[int]) -> None:
+        self.number = number
+        # Datagrams: an answer is never cut, and the end of the process shows as an empty one.
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [*_COMMAND, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno(), *inherit],
+            )
+
+    def send(self, data: bytes) -> None:
+        """Never waits: a rank is sent one message at a time. A rank that has died shows when it is waited for."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.send(data)
+
+    def receive(self) -> bytes:
+        """The answer that has come; empty when the process has closed its end."""
+        with suppress(ConnectionResetError):
+            return self.socket.recv(MAX_DATAGRAM)
+        return b""
+
+    def is_stopped(self) -> bool:
+        """Whether the process is halted, so that no amount of waiting will help."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
+    def ending(self, wait: float) -> str | None:
+        """How the process ended, in words; None if it still runs after `wait` seconds."""
+        try:
+            code = self.process.wait(wait)
+        except subprocess.TimeoutExpired:
+            return None
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        hint = "; if the kernel ran out of memory, lower --kv-bytes" if -code == signal.SIGKILL else ""
+        return f"was killed by signal {-code} ({name}){hint}"
+
+
+class Executor:
+    """Runs steps of a plan. Close it, or use it in a `with`; ranks also die with the thread that started them.
+
+    `threads` are per rank (default: the usable processors shared out evenly), `kv_bytes` is for all ranks together,
+    `num_blocks` says the same in blocks. `watch` is a descriptor whose hang-up ends a step with ParentGone.
+    Raises LlmcError where the plan cannot be loaded here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        threads: int | None = None,
+        kv_bytes: int | None = None,
+        num_blocks: int | None = None,
+        max_num_seqs: int | None = None,
+        step_timeout: float = 60.0,
+        watch: int | None = None,
+    ) -> None:
+        plan.check_machine()
+        manifest, profile = plan.manifest, plan.manifest.profile
+        self.plan = plan
+        self.block_size = profile.block_size
+        self.num_blocks = choose_num_blocks(
+            manifest, available_memory(), kv_bytes=kv_bytes, num_blocks=num_blocks, max_num_seqs=max_num_seqs
+        )
+        tp = len(manifest.ranks)
+        self.threads = threads or max(usable_cpus() // tp, 1)
+        self.step_timeout = step_timeout
+        layout = StepLayout(
+            max_tokens=profile.max_num_batched_tokens,
+            max_seqs=profile.max_num_seqs,
+            table_stride=-(-profile.max_seq_len // profile.block_size),
+            vocab=manifest.model.vocab_size,
+            comm_bytes=manifest.comm_bytes,
+        )
+        #: Rank 0's code, loaded here too: for sampling, and to call the others off.
+        self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
+        self._watch = watch
+        self._poll = select.poll()
+        self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
+        memory_fd = os.memfd_create("llmc-step")
+        plan_fd = os.open(plan.path, os.O_RDONLY)
+        try:
+            os.ftruncate(memory_fd, layout.size)
+            self._memory = StepMemory(layout, memory_fd)
+            self._start(layout, memory_fd, plan_fd)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory_fd)
+            os.close(plan_fd)
+
+    def _start(self, layout: StepLayout, memory_fd: int, plan_fd: int) -> None:
+        manifest = self.plan.manifest
+        ranks = []
+        for program in manifest.ranks:
+            rank = _Rank(program.rank, (memory_fd, plan_fd))
+            ranks.append(rank)
+            self._ranks[rank.socket.fileno()] = rank
+            self._poll.register(rank.socket, select.POLLIN)
+        if self._watch is not None:
+            self._poll.register(self._watch, 0)  # hang-ups are always reported
+        for rank, program in zip(ranks, manifest.ranks, strict=True):
+            spans = [self._span(name) for name in (program.code, program.weights, manifest.shared_weights)]
+            config = RankConfig(
+                rank=program.rank,
+                tp=len(manifest.ranks),
+                threads=self.threads,
+                parent=os.getpid(),
+                plan=str(self.plan.path),
+                plan_fd=plan_fd,
+                memory_fd=memory_fd,
+                code=spans[0],
+                weights=spans[1],
+                shared=spans[2],
+                arena_bytes=program.arena_bytes,
+                kv_bytes=program.kv_block_bytes * self.num_blocks,
+                num_blocks=self.num_blocks,
+                layout=layout,
+            )
+            rank.send(config.encode())
+        self._wait(READY, LOAD_TIMEOUT)
+
+    def _span(self, name: str) -> tuple[int, int]:
+        if name not in self.plan:
+            return 0, 0
+        entry = self.plan.entry(name)
+        return entry.offset, entry.size
+
+    def run(self, batch: StepBatch[C]) -> np.ndarray:
+        """Computes a step; returns its logits, f32[S, vocab], a view that the next step overwrites.
+
+        Raises ValueError for a batch larger than the plan's profile, RankLost when a rank fails, after which the
+        executor is closed.
+        """
+        counts = self._memory.write(batch)
+        message = COUNTS.pack(*counts)
+        for rank in self._ranks.values():
+            rank.send(message)
+        self._wait(DONE, self.step_timeout)
+        return self._memory.logits(counts[2])
+
+    def descriptors(self) -> list[int]:
+        """What becomes readable between two steps only when a rank has died; `check` then says which."""
+        return list(self._ranks)
+
+    def check(self) -> None:
+        """Raises RankLost if a rank has died since the last step."""
+        for descriptor, _ in self._poll.poll(0):
+            if (rank := self._ranks.get(descriptor)) is not None:
+                self._lose(rank, rank.receive())
+
+    def _wait(self, answer: bytes, timeout: float) -> None:
+        """Waits until every rank has given this answer."""
+        waiting = set(self._ranks)
+        began = time.monotonic()
+        while waiting:
+            events = self._poll.poll(500)
+            for descriptor, _ in events:
+                if descriptor == self._watch:
+                    self.close()
+                    raise ParentGone
+                rank = self._ranks[descriptor]
+                data = rank.receive()
+                if data != answer:
+                    self._lose(rank, data)
+                waiting.discard(descriptor)
+            if not events:
+                self._check_progress(waiting, time.monotonic() - began, timeout)
+
+    def _check_progress(self, waiting: set[int], seconds: float, timeout: float) -> None:
+        ranks = [self._ranks[descriptor] for descriptor in sorted(waiting)]
+        stopped = [rank for rank in ranks if rank.is_stopped()]
+        if stopped and seconds > STOPPED_TIMEOUT:
+            self._give_up(f"{_name(stopped)} is stopped (SIGSTOP or a debugger); no answer for {seconds:.1f} s")
+        if seconds > timeout:
+            self._give_up(f"{_name(ranks)} gave no answer for {seconds:.1f} s (the timeout is {timeout:g} s)")
+
+    def _lose(self, rank: _Rank, answer: bytes) -> None:
+        """Ends everything because of one rank's answer, or because of its end (an empty answer)."""
+        if answer[:1] != FAILED:
+            self._give_up(f"rank {rank.number} {rank.ending(_CLOSE_SECONDS) or 'has closed its connection'}")
+        kind, message = json.loads(answer[1:])
+        if kind == "RankFailure":
+            # It gave up waiting for others: the cause is the one that has died or does not move.
+            for other in self._ranks.values():
+                if other is not rank and (ending := other.ending(0.2)) is not None:
+                    self._give_up(f"rank {other.number} {ending}")
+            stopped = [other for other in self._ranks.values() if other.is_stopped()]
+            if stopped:
+                self._give_up(f"{_name(stopped)} is stopped (SIGSTOP or a debugger)")
+        error = getattr(errors, kind, None)
+        if isinstance(error, type) and issubclass(error, LlmcError):
+            self.close()
+            raise error(message)
+        self._give_up(message)
+
+    def _give_up(self, reason: str) -> None:
+        self.close()
+        raise RankLost(f"{self.plan.path}: {reason}")
+
+    def close(self) -> None:
+        """Ends the ranks, by force if they do not go; safe to call twice."""
+        ranks, self._ranks = list(self._ranks.values()), {}
+        if ranks and self.plan.manifest.comm_bytes:
+            self.library.abort(self._memory.comm)  # a rank that waits for another would not see its socket close
+        for rank in ranks:
+            rank.socket.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for rank in ranks:
+            if rank.is_stopped() or rank.ending(max(deadline - time.monotonic(), 0)) is None:
+                rank.process.kill()
+                rank.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _name(ranks: list[_Rank]) -> str:
+    return " and ".join(f"rank {rank.number}" for rank in ranks)

@@ -1,0 +1,78 @@
+"""How many KV blocks a plan gets on this machine, and the arithmetic to say so when they do not fit.
+
+Comes in: a manifest, the user's wish, available bytes. Goes out: a number of blocks. Must not know: processes.
+"""
+
+from __future__ import annotations
+
+from llmc.artifacts.errors import EnvironmentFault, UsageError
+from llmc.artifacts.schema import Manifest
+
+#: Share of the memory left beside weights and activations that the pool takes when nobody says how much.
+DEFAULT_SHARE = 0.5
+
+
+def choose_num_blocks(
+    manifest: Manifest,
+    available: int,
+    *,
+    kv_bytes: int | None = None,
+    num_blocks: int | None = None,
+    max_num_seqs: int | None = None,
+) -> int:
+    """Blocks of the pool (each rank holds its share of every block). `kv_bytes` counts all ranks together.
+
+    By default half of what is left, but no more than `max_num_seqs` sequences of full length can use. Raises
+    EnvironmentFault, with the sum and the flag and value that would fit, when memory does not suffice, UsageError when
+    `kv_bytes` is less than one block.
+    """
+    profile = manifest.profile
+    block_bytes = sum(rank.kv_block_bytes for rank in manifest.ranks)
+    blocks_per_seq = -(-profile.max_seq_len // profile.block_size)
+    most = (max_num_seqs or profile.max_num_seqs) * blocks_per_seq
+    left = available - fixed_bytes(manifest)
+    if num_blocks is None and kv_bytes is None:
+        found = min(int(max(left, 0) * DEFAULT_SHARE) // block_bytes, most)
+        # Short of one full sequence half is too modest: take what there is, if it is enough for that.
+        needed = min(blocks_per_seq, most)
+        if found < needed:
+            if left < needed * block_bytes:
+                raise EnvironmentFault(_shortage(manifest, available, needed))
+            found = needed
+        return found
+    if num_blocks is None:
+        assert kv_bytes is not None
+        num_blocks = min(kv_bytes // block_bytes, most)
+        if num_blocks < 1:
+            raise UsageError(
+                f"--kv-bytes {kv_bytes} holds no block: one of {profile.block_size} tokens takes {block_bytes} bytes "
+                f"over {len(manifest.ranks)} rank(s). Give at least {block_bytes * blocks_per_seq} for one sequence of "
+                f"{profile.max_seq_len} tokens"
+            )
+    if num_blocks * block_bytes > left:
+        raise EnvironmentFault(_shortage(manifest, available, num_blocks))
+    return num_blocks
+
+
+def fixed_bytes(manifest: Manifest) -> int:
+    """Bytes that a running plan needs beside KV: weights, activations of every rank, memory shared by the ranks."""
+    ranks = sum(rank.weights_bytes + rank.arena_bytes for rank in manifest.ranks)
+    logits = manifest.profile.max_num_seqs * manifest.model.vocab_size * 4
+    return ranks + manifest.shared_bytes + manifest.comm_bytes + logits
+
+
+def _shortage(manifest: Manifest, available: int, num_blocks: int) -> str:
+    profile = manifest.profile
+    block_bytes = sum(rank.kv_block_bytes for rank in manifest.ranks)
+    wanted, fixed = num_blocks * block_bytes, fixed_bytes(manifest)
+    fits = max(available - fixed, 0) // block_bytes
+    remedy = (
+        f"--kv-bytes {fits * block_bytes} would fit ({fits * profile.block_size} tokens)"
+        if fits
+        else "free some memory, or build for less of it (--fp8, a profile with fewer tokens)"
+    )
+    return (
+        f"the KV pool does not fit: {num_blocks} blocks x {block_bytes} bytes = {wanted} bytes, beside {fixed} of "
+        f"weights and activations, is {wanted + fixed - available} bytes more than the {available} that are available "
+        f"here; {remedy}"
+    )

@@ -1,0 +1,44 @@
+"""What a core may be told besides its plan: one struct, filled by whoever starts the core, read by the core.
+
+Comes in: numbers. Goes out: `CoreOptions`. Must not know: where they come from.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.schema import ShapeProfile
+
+
+class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """None: what the profile (or for `kv_bytes` and `threads` the machine) allows.
+
+    `kv_bytes` counts all ranks, `num_blocks` says the same in blocks and wins; `threads` are per rank. `step_timeout`
+    is how many seconds a step may take before its ranks count as hung.
+    """
+
+    kv_bytes: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    threads: int | None = None
+    prefix_cache: bool = True
+    step_timeout: float = 60.0
+
+    def check(self, profile: ShapeProfile) -> None:
+        """Raises UsageError unless every number is positive and no larger than what the plan was built for."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and value is not True and value is not False and not value > 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
+        for name, most in (
+            ("max_num_seqs", profile.max_num_seqs),
+            ("max_num_batched_tokens", profile.max_num_batched_tokens),
+        ):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value}; the plan was built with profile {profile.name!r} for at "
+                    f"most {most}. Lower it, or build with a profile that allows more"
+                )

@@ -1,0 +1,155 @@
+"""A rank's process: `python -m llmc.runtime.rank_main FD`. Maps its share of a plan, then runs steps.
+
+Comes in: over the socket FD, one `RankConfig` as JSON, then each step's counts; the step itself is in shared memory.
+Goes out: one datagram an answer: READY, DONE, or FAILED and why. Must not know: requests, scheduling, plan format.
+Standard library and numpy only: this import is on the way to the first token.
+
+It ends when the socket does, and the kernel kills it when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from llmc.artifacts.errors import EnvironmentFault, LlmcError
+from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepRefused
+from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
+
+READY, DONE, FAILED = b"R", b"D", b"F"
+#: Largest datagram either way.
+MAX_DATAGRAM = 1 << 16
+_MAX_REASON = 4000  # characters; each takes up to 12 bytes in JSON
+_PR_SET_PDEATHSIG = 1
+_MAP_NORESERVE = 0x4000
+_Span = tuple[int, int]  # offset and size in the plan's file, in bytes
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """All that a rank is told. `parent` is the process that must be its parent still; descriptors are inherited."""
+
+    rank: int
+    tp: int
+    threads: int
+    parent: int
+    plan: str
+    plan_fd: int
+    memory_fd: int
+    code: _Span
+    weights: _Span
+    shared: _Span
+    arena_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    layout: StepLayout
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankConfig:
+        """From JSON."""
+        fields = json.loads(data)
+        return cls(**{**fields, "layout": StepLayout(**fields["layout"])})
+
+
+def failure(kind: str, message: str) -> bytes:
+    """The datagram that says why a rank cannot go on: `kind` is an error class's name."""
+    return FAILED + json.dumps([kind, message[:_MAX_REASON]]).encode()
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies, and ends it if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _map_file(descriptor: int, span: _Span) -> np.ndarray:
+    """u8[size]: a section of the plan, read when touched. Sections start on page boundaries."""
+    offset, size = span
+    if size == 0:
+        return np.empty(0, np.uint8)
+    data = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=offset)
+    data.madvise(mmap.MADV_WILLNEED)
+    return np.frombuffer(data, np.uint8)
+
+
+def _allocate(size: int, what: str) -> np.ndarray:
+    """u8[size] of zeros that take memory only when touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=flags), np.uint8)
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"cannot allocate {size} bytes for the {what}: {error}") from error
+
+
+def _load(config: RankConfig) -> tuple[Engine, StepMemory]:
+    memory = StepMemory(config.layout, config.memory_fd)
+    code = _map_file(config.plan_fd, config.code)
+    library = Library(code.data, f"{config.plan}: code of rank {config.rank}")
+    engine = library.create(
+        RankMemory(
+            rank=config.rank,
+            tp=config.tp,
+            threads=config.threads,
+            weights=_map_file(config.plan_fd, config.weights),
+            shared=_map_file(config.plan_fd, config.shared),
+            arena=_allocate(config.arena_bytes, "activations"),
+            kv=_allocate(config.kv_bytes, "KV pool"),
+            num_blocks=config.num_blocks,
+            comm=memory.comm if config.layout.comm_bytes else None,
+        )
+    )
+    return engine, memory
+
+
+def _serve(sock: socket.socket, engine: Engine, memory: StepMemory) -> None:
+    sock.send(READY)
+    while message := sock.recv(COUNTS.size):
+        engine.run(memory.arrays(*COUNTS.unpack(message)))
+        sock.send(DONE)
+
+
+def main(argv: list[str]) -> int:
+    """The exit code is for whoever looks at the process; the reason has gone over the socket."""
+    # Whoever wants the server to stop tells its front end; a signal to the whole group must not end a step half way.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(argv[1]))
+    data = sock.recv(MAX_DATAGRAM)
+    if not data:
+        return 0
+    config = RankConfig.decode(data)
+    try:
+        _die_with(config.parent)
+        engine, memory = _load(config)
+        _serve(sock, engine, memory)
+    except BrokenPipeError:
+        return 0  # nobody is there to answer to
+    except (LlmcError, StepRefused, RankFailure) as error:
+        sock.send(failure(type(error).__name__, str(error)))
+        return 1
+    except Exception as error:
+        sock.send(failure(type(error).__name__, f"rank {config.rank}: {error!r}; a traceback is in the log"))
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv)
+    # Not by way of the interpreter's end: the engine's threads may still run.
+    sys.stderr.flush()
+    os._exit(code)
