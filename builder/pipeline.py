@@ -1,6 +1,6 @@
-"""From the canonical graph to one fused graph per rank: the list of passes, in the order in which they run.
+"""From the traced graph to one fused graph per rank: the list of passes, in the order in which they run.
 
-Comes in: a canonical `Graph`, `CompileOptions`. Goes out: `Compiled`. Must not know: targets, files, tracing.
+Comes in: a traced `Graph`, `CompileOptions`. Goes out: `Compiled`. Must not know: targets, files, tracing.
 
 Order. Quantizing comes first, while every linear still has the module path that the calibration table names it by.
 Packed projections are split before attention and sharding look for heads. Norms, rotation and attention take their
@@ -19,6 +19,7 @@ from typing import Protocol
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph
+from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
 from llmc.builder.passes.fuse_activation import fuse_activation
@@ -34,7 +35,7 @@ from llmc.builder.passes.quantize import Precision, Ranges, quantize
 from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
-from llmc.builder.passes.views import EAGER_SILENT, SILENT, Launches, count_launches
+from llmc.builder.passes.views import Launches, count_launches
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 
@@ -44,6 +45,7 @@ Pass = Callable[[Graph], tuple[Graph, PassReport]]
 def whole_passes(options: CompileOptions) -> list[Pass]:
     """The passes over the whole model, before it is divided."""
     return [
+        canonicalize,
         partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations)),
         split_packed,
         fold_activations,
@@ -77,34 +79,31 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache; `table` is the calibration (fp8 with static
-    activations); `verifier` compares every pass with the one before; `dump` sees each pass's name and graphs.
+    """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
+    `table` is the calibration and `fp8_activations` static|dynamic says whether it is needed; `verifier` compares every
+    pass with the one before; `dump` sees each pass's name and graphs.
     """
 
     precision: str = "fp32"
+    kv_dtype: str | None = None
     tp: int = 1
     table: Ranges | None = None
     fp8_activations: str = "static"
     verifier: Verifier | None = None
     dump: Callable[[str, tuple[Graph, ...]], None] | None = None
 
-    @property
-    def kv_dtype(self) -> str:
-        """What the cache holds: exact in an fp32 engine, bf16 otherwise."""
-        return "f32" if self.precision == "fp32" else "bf16"
-
 
 @dataclass(frozen=True)
 class Compiled:
-    """One fused graph per rank, what each pass did (rank 0's reports for passes that run per rank), and the launches
-    of a step: `eager` counts the traced graph's, `fused` each rank's. `vocab` is each rank's (first column, columns).
+    """One fused graph per rank, what each pass did (rank 0's reports for passes that run per rank), each rank's kernel
+    launches in one step, each rank's columns of the vocabulary (first, count), and what the cache holds.
     """
 
     graphs: tuple[Graph, ...]
     reports: tuple[PassReport, ...]
-    eager: Launches
-    fused: tuple[Launches, ...]
+    launches: tuple[Launches, ...]
     vocab: tuple[tuple[int, int], ...]
+    kv_dtype: str
 
 
 def run(graph: Graph, options: CompileOptions) -> Compiled:
@@ -113,6 +112,8 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
     if options.fp8_activations not in ("static", "dynamic"):
         raise UsageError(f"fp8 activations {options.fp8_activations!r} are neither static nor dynamic")
+    if options.kv_dtype not in (None, "f32", "bf16"):
+        raise UsageError(f"kv dtype {options.kv_dtype!r} is neither f32 nor bf16")
     if options.tp < 1:
         raise UsageError(f"tp {options.tp} is less than 1")
     reports: list[PassReport] = []
@@ -134,8 +135,8 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
     for step in RANK_PASSES:
         results = [step(g) for g in graphs]
         graphs = finished(results[0][1], tuple(after for after, _ in results))
-    eager, fused = count_launches(graph, EAGER_SILENT), tuple(count_launches(g, SILENT) for g in graphs)
-    return Compiled(graphs, tuple(reports), eager, fused, _vocab(graph, graphs))
+    kv_dtype = options.kv_dtype or ("f32" if options.precision == "fp32" else "bf16")
+    return Compiled(graphs, tuple(reports), tuple(map(count_launches, graphs)), _vocab(graph, graphs), kv_dtype)
 
 
 def _vocab(traced: Graph, graphs: Sequence[Graph]) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from llmc.plugins import OPERATORS
 def check_lowerable(graph: Graph) -> tuple[Graph, PassReport]:
     """Raises UnsupportedError that names every operator without a kernel and one module that uses it."""
     graph.validate({**ALL, **OPERATORS})
-    stuck = {}
+    stuck: dict[str, str] = {}
     for node in graph:
         if node.op not in OPERATORS and node.op not in ("input", "param", "const") and not is_view(node):
             stuck.setdefault(node.op, node.path or f"%{node.outputs[0]}")

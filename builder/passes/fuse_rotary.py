@@ -6,27 +6,36 @@ Goes out: `rope_cache` with cos and sin as inputs. Must not know: where frequenc
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.rewrite import Edit, Value, View, first, op, report_places, size_of
+from llmc.builder.passes.rewrite import Bindings, Edit, Value, View, first, op, report_places, size_of
 
 _X, _COS, _SIN = Value("x"), Value("cos"), Value("sin")
 _LOW, _HIGH = op("slice", _X, bind="low"), op("slice", _X, bind="high")
 _HALF = op("concat", op("neg", _HIGH), _LOW, bind="turned")
-_ROTATED = op("add", op("mul", _X, _COS), op("mul", _HALF, _SIN))
+_PAIRS = op("reshape", op("concat", op("reshape", op("neg", _HIGH)), op("reshape", _LOW), bind="turned"))
+_ROTATED = {
+    style: op("add", op("mul", _X, _COS), op("mul", turned, _SIN))
+    for style, turned in (("half", _HALF), ("interleaved", _PAIRS))
+}
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """What one rotation reads: the heads before it [T, heads, D], the tables [T, R] and R."""
+    """What one rotation reads: the heads before it [T, heads, D], the tables [T, R]; R and which pairs turn."""
 
     source: str
     cos: str
     sin: str
     width: int
+    style: str
+
+    def alike(self, other: _Rotation) -> bool:
+        return dataclasses.replace(self, source=other.source) == other
 
 
 def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
@@ -37,7 +46,7 @@ def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
         if node.op != "rope_cache" or node.attrs.rotary or node.attrs.qk_norm_eps is not None:
             continue
         query, key = (_rotation(view, name) for name in node.inputs[:2])
-        if query and key and (query.cos, query.sin, query.width) == (key.cos, key.sin, key.width):
+        if query and key and query.alike(key):
             edit.swap(node, *_rotating(view, edit, node, query, key))
             matched.append(node.path)
         elif any(_reads_positions(view, name) for name in node.inputs[:2]):
@@ -65,23 +74,35 @@ def _rotation(view: View, flat: str) -> _Rotation | None:
     width = size_of(view.types[heads].shape[2])
     if _cut(taken) != (0, part.width) or _cut(rest) != (part.width, width):
         return None
-    return _Rotation(taken.inputs[0], part.cos, part.sin, part.width)
+    return dataclasses.replace(part, source=taken.inputs[0])
 
 
 def _match(view: View, value: str) -> _Rotation | None:
-    found = first(view, _ROTATED, value)
-    if not found:
-        return None
-    width = size_of(view.types[found["x"]].shape[-1])
-    halves = _cut(found["low"]) == (0, width // 2) and _cut(found["high"]) == (width // 2, width)
-    cos, sin = (_table(view, found[name], width) for name in ("cos", "sin"))
-    if not halves or found["turned"].attrs.axis not in (-1, 2) or cos is None or sin is None:
-        return None
-    return _Rotation(found["x"], cos, sin, width)
+    for style, pattern in _ROTATED.items():
+        found = first(view, pattern, value)
+        if not found:
+            continue
+        width = size_of(view.types[found["x"]].shape[-1])
+        cos, sin = (_table(view, found[name], width) for name in ("cos", "sin"))
+        if cos is not None and sin is not None and _turns(found, style, width):
+            return _Rotation(found["x"], cos, sin, width, style)
+    return None
+
+
+def _turns(found: Bindings, style: str, width: int) -> bool:
+    """Whether the slices and the concat of a match are the rotation of that style."""
+    low, high = found["low"], found["high"]
+    last = found["turned"].types[0].rank - 1
+    if found["turned"].attrs.axis not in (-1, last):
+        return False
+    if style == "half":
+        return _cut(low) == (0, width // 2) and _cut(high) == (width // 2, width)
+    even = (low.attrs.start, low.attrs.step, high.attrs.start, high.attrs.step) == (0, 2, 1, 2)
+    return even and found["turned"].types[0].shape[1:] == (*low.types[0].shape[1:], 2)
 
 
 def _cut(node: Node) -> tuple[int, int] | None:
-    """What a slice keeps of the last axis of a [T, heads, D] value."""
+    """What a slice keeps of the last axis of a [T, heads, D] value, without steps."""
     a = node.attrs
     return (a.start, a.stop) if a.axis in (-1, 2) and a.step == 1 else None
 
@@ -105,7 +126,7 @@ def _rotating(view: View, edit: Edit, node: Node, query: _Rotation, key: _Rotati
     ]
     inputs = [flat[0].out, flat[1].out, node.inputs[2], query.cos, query.sin]
     types = [flat[0].type, flat[1].type, *(view.types[name] for name in inputs[2:])]
-    attrs = vars(node.attrs) | {"rotary": query.width, "style": "half"}
+    attrs = vars(node.attrs) | {"rotary": query.width, "style": query.style}
     return [*flat, edit.make("rope_cache", inputs, types, attrs, like=node, outputs=node.outputs)]
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import Dim, TensorType
@@ -38,11 +40,12 @@ class View:
         return node if not ops or node.op in ops else None
 
     def scalar(self, value: str) -> float | None:
-        """The number that a one-element constant holds."""
+        """The number that a one-element constant holds: of all that round to that float32, the shortest (1e-05)."""
         node = self.producers[value]
         if node.op != "const" or len(node.attrs.values) != 1:
             return None
-        return float(node.attrs.values[0])
+        number = node.attrs.values[0]
+        return float(str(np.float32(number))) if node.type.dtype == "f32" else float(number)
 
     def only_user(self, value: str) -> Node | None:
         """The one node that reads the value, None where there are several or where the graph returns it."""

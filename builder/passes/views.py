@@ -13,9 +13,6 @@ from llmc.builder.passes.rewrite import layer_of
 #: Operators that stand in a lowered graph without a kernel.
 SILENT = frozenset({"input", "param", "const", "reshape", "slice"})
 
-#: Those that an eager runner of the traced graph would do without a kernel.
-EAGER_SILENT = SILENT | {"transpose", "broadcast"}
-
 
 def is_view(node: Node) -> bool:
     """A reshape, or a unit-step slice of the last axis of a [rows, columns] value."""
@@ -34,9 +31,9 @@ class Launches:
     layers: int
 
 
-def count_launches(graph: Graph, silent: frozenset[str]) -> Launches:
-    """Counts the nodes that are none of `silent`."""
-    found = [layer_of(node.path) for node in graph if node.op not in silent]
+def count_launches(graph: Graph) -> Launches:
+    """Counts the nodes of a lowerable graph that are no views, inputs or weights."""
+    found = [layer_of(node.path) for node in graph if node.op not in SILENT]
     layers = [layer for layer in found if layer is not None]
     count = len(set(layers))
     return Launches(len(found), len(layers) / count if count else 0.0, count)
