@@ -70,7 +70,7 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     if attrs.kind not in KINDS or not types or (len(types) > 1 and attrs.kind != "concat"):
         raise ValueError(f"kind {attrs.kind!r} with {len(types)} inputs is not one of {', '.join(KINDS)}")
     x = types[0]
-    if any(NUMPY_DTYPES[t.dtype].itemsize != 4 for t in types):  # noqa: PLR2004
+    if any(NUMPY_DTYPES[t.dtype].itemsize != 4 for t in types):
         raise ValueError(f"{x} has no elements of 4 bytes")
     if attrs.kind == "slice":
         return (_sliced(attrs, x),)

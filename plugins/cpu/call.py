@@ -13,6 +13,7 @@ pointer, the distance of its rows in elements and each symbol's value, and needs
     Pointer("in", i)     (const T*) input i, T = C_TYPES[dtype]       Pointer("out", j)    (T*) output j
     RowStride("in", i)   int64_t, elements between rows of input i    RowStride("out", j)  the same of output j
     Product(("T", 64))   int64_t, T * 64                              Literal("1.5f")      as it is
+    Call("A<int>", ...)  A<int>{...}
 
 Only values listed in `strided` may have rows that lie further apart than they are wide (`RowStride` of others is their
 width); the emitter refuses anything else. Rows are what the first axis counts.
@@ -20,7 +21,7 @@ width); the emitter refuses anything else. Rows are what the first axis counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal as OneOf
@@ -67,7 +68,15 @@ class Literal:
     text: str
 
 
-Arg = Pointer | RowStride | Product | Literal
+@dataclass(frozen=True)
+class Call:
+    """An aggregate: `type{args}`."""
+
+    type: str
+    args: tuple[Pointer | RowStride | Product | Literal, ...]
+
+
+Arg = Pointer | RowStride | Product | Literal | Call
 
 
 @dataclass(frozen=True)
@@ -133,3 +142,24 @@ class KernelEnv:
 def row_bytes(*types: TensorType) -> int:
     """Bytes of one row of each type together: all axes but the first."""
     return sum(NUMPY_DTYPES[t.dtype].itemsize * prod(d for d in t.shape[1:] if isinstance(d, int)) for t in types)
+
+
+def row_stride(side: OneOf["in", "out"], index: int, kind: TensorType) -> Arg:
+    """The `RowStride` of a matrix; rows of anything else lie side by side: the length of its last axis, 1 without one."""
+    return RowStride(side, index) if kind.rank == 2 else Product(kind.shape[-1:])
+
+
+def strided_rows(inputs: Sequence[TensorType], but: Sequence[int] = ()) -> frozenset[Pointer]:
+    """The inputs that are matrices, for `CpuCall.strided`, without those numbered `but`."""
+    return frozenset(Pointer("in", i) for i, kind in enumerate(inputs) if kind.rank == 2 and i not in but)
+
+
+def row_cost(inputs: Sequence[TensorType], outputs: Sequence[TensorType], flops: int) -> Cost:
+    """Of a launch that reads and writes each value once and does `flops` operations an element of the first output."""
+    fixed = [t for t in inputs if not t.shape or t.shape[0] != outputs[0].shape[0]]
+    moving = [t for t in (*inputs, *outputs) if t not in fixed]
+    return Cost(
+        fixed_bytes=sum(t.nbytes() for t in fixed if not any(isinstance(d, str) for d in t.shape)),
+        row_bytes=row_bytes(*moving),
+        row_flops=flops * row_bytes(outputs[0]) // NUMPY_DTYPES[outputs[0].dtype].itemsize,
+    )

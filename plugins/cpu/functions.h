@@ -45,6 +45,7 @@ inline Lanes div(Lanes a, Lanes b) { return a / b; }
 inline Lanes neg(Lanes x) { return splat(-0.0f) - x; }
 inline Lanes abs(Lanes x) { return magnitude(x); }
 inline Lanes square(Lanes x) { return x * x; }
+inline Lanes cube(Lanes x) { return x * x * x; }
 inline Lanes reciprocal(Lanes x) { return splat(1) / x; }
 inline Lanes sqrt(Lanes x) { return root(x); }
 inline Lanes rsqrt(Lanes x) { return splat(1) / root(x); }

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmc.plugins import INCLUDE_ROOT
 from llmc.plugins.cpu import CXX_FLAGS
-from llmc.plugins.cpu.call import Arg, CpuCall, Literal, Pointer, Product, RowStride
+from llmc.plugins.cpu.call import Arg, Call, CpuCall, Literal, Pointer, Product, RowStride
 
 CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
 MAX_VALUES = 8
@@ -108,6 +108,8 @@ def _arg(arg: Arg, types: dict[Pointer, str]) -> str:
             return "int64_t(" + arg.text({"T": "r.T", "S": "r.S"}) + ")"
         case RowStride(side, index):
             return f"r.{side}_stride[{index}]"
+        case Call(kind, args):
+            return f"{kind}{{{', '.join(_arg(a, types) for a in args)}}}"
         case Pointer(side, index):
             return f"({'const ' if side == 'in' else ''}{types[arg]}*)r.{side}[{index}]"
     raise TypeError(arg)
@@ -172,6 +174,7 @@ def _compile(text: str, isa: str) -> Path:
         source.write_text(text)
         aside = library.with_suffix(".tmp.so")
         flags = [*CXX_FLAGS, "-O3", f"-march={isa}", "-I", str(INCLUDE_ROOT), "-shared", "-fPIC", "-pthread", "-Wall"]
+        flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # g++ 12 on its own AVX-512 headers
         subprocess.run(["g++", *flags, str(source), "-o", str(aside)], check=True)
         aside.rename(library)
     return library
