@@ -1,0 +1,68 @@
+"""Targets: what machines code is generated for, one text file each. Comes in: `cpu` or `cpu:ISA`. Goes out:
+`TargetDescription`. Must not know: the live machine.
+
+Plain `cpu` is x86-64-v3, wherever the build runs: a plan's bytes must not depend on the machine that wrote it. Building
+for a level that the build machine lacks works; only running such a plan needs the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.schema import Target
+from llmc.profiles.reading import Fields, suggestion
+
+_FOLDER = Path(__file__).parent
+_KEYS = ("kind", "isa", "cxx_flags", "features", "lanes", "caches", "block_sizes")
+_CACHES = ("l1d", "l2", "l3")
+_DEFAULTS = {"cpu": "x86-64-v3"}
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """`cxx_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show; `lanes` floats
+    in a vector; `caches` bytes a core (l3: shared) of a small member of the family; `block_sizes` of the KV kernels.
+    """
+
+    kind: str
+    isa: str
+    cxx_flags: tuple[str, ...]
+    features: tuple[str, ...]
+    lanes: int
+    caches: dict[str, int]
+    block_sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.isa}"
+
+    @property
+    def fingerprint(self) -> Target:
+        """What the manifest says."""
+        return Target(self.kind, self.isa, self.features)
+
+
+def target_names() -> list[str]:
+    """All that `load_target` takes, without defaults."""
+    return sorted(f"cpu:{path.stem}" for path in _FOLDER.glob("*.yaml"))
+
+
+def load_target(name: str) -> TargetDescription:
+    """The target `kind` or `kind:isa`; raises UsageError that lists the names for any other."""
+    kind, _, isa = name.partition(":")
+    full = f"{kind}:{isa or _DEFAULTS.get(kind, '')}"
+    if full not in target_names():
+        known = [*_DEFAULTS, *target_names()]
+        raise UsageError(f"target {name!r} is not one of {', '.join(known)}{suggestion(name, known)}")
+    fields = Fields.read(_FOLDER / f"{full.partition(':')[2]}.yaml", _KEYS)
+    caches = Fields.of(fields.values.get("caches"), f"{fields.where}: caches", _CACHES)
+    return TargetDescription(
+        kind=fields.text("kind"),
+        isa=fields.text("isa"),
+        cxx_flags=fields.sequence("cxx_flags", str),
+        features=fields.sequence("features", str),
+        lanes=fields.integer("lanes"),
+        caches={name: caches.integer(name) for name in _CACHES},
+        block_sizes=fields.sequence("block_sizes", int),
+    )
