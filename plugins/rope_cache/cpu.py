@@ -8,7 +8,7 @@ from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import C_TYPES, Arg, Cost, CpuCall, KernelEnv, Literal, Pointer, RowStride, row_bytes
 from llmc.plugins.rope_cache import Attrs
 
-_STYLES = {"half": "Rotary::kHalf", "interleaved": "Rotary::kInterleaved"}
+_STYLES = {"half": "llmc::Rotary::kHalf", "interleaved": "llmc::Rotary::kInterleaved"}
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:

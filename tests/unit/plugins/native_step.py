@@ -1,7 +1,7 @@
-"""Compiles kernel calls the way an engine does and runs them on numpy arrays: what the kernel tests of this folder share.
+"""Compiles kernel calls as an engine does and runs them on numpy arrays: what kernel tests of this folder share.
 
-A `Launch` is a `CpuCall` with its types. `Compiled` is a shared object in which each launch is one SPMD function;
-`Compiled.open` starts a rank (threads, scratch, cache, comm memory) and `Rank.call` runs a launch in a step.
+A `Launch` is a `CpuCall` with its types; `build(source(launches))` compiles several into one shared object for each ISA
+level; a `Rank` holds threads, scratch, cache and comm memory, and its `call` runs one launch in a step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _RUNTIME = """
 struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; };
 struct Work { Rank* rank; int launch; const void* const* in; void* const* out; const int64_t* in_stride; };
 extern "C" void* test_open(const llmc_rank* rank, int64_t shared, int64_t per_thread, int64_t slot_bytes) {
-  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), llmc::RankComm(rank->comm, rank->rank, rank->tp, slot_bytes), {}};
+  llmc::RankComm comm(rank->comm, rank->rank, rank->tp, slot_bytes);
+  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}};
   shared = llmc::whole_pages(shared), per_thread = llmc::whole_pages(per_thread);
-  const int64_t bytes = llmc::scratch_bytes(shared, per_thread, rank->threads) + 4096;
-  r->ctx = {&r->rank, nullptr, rank->threads, &r->pool, &r->comm, (uint8_t*)aligned_alloc(4096, bytes), shared, per_thread};
+  auto* scratch = (uint8_t*)aligned_alloc(4096, llmc::scratch_bytes(shared, per_thread, rank->threads) + 4096);
+  r->ctx = {&r->rank, nullptr, rank->threads, &r->pool, &r->comm, scratch, shared, per_thread};
   return r;
 }
 extern "C" void test_close(void* rank) { free(((Rank*)rank)->ctx.scratch_memory); delete (Rank*)rank; }
@@ -76,9 +77,9 @@ def _text(arg: Arg, launch: Launch) -> str:
 def source(launches: Sequence[Launch]) -> str:
     """One C++ translation unit."""
     headers = dict.fromkeys(["plugins/cpu/runtime.h", *(launch.call.header for launch in launches)])
+    arguments = [", ".join(_text(arg, launch) for arg in launch.call.args) for launch in launches]
     cases = [
-        f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {', '.join(_text(a, launch) for a in launch.call.args)});"
-        " break;"
+        f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {arguments[i]}); break;"
         for i, launch in enumerate(launches)
     ]
     dispatch = (
@@ -161,7 +162,7 @@ class Rank:
         self.handle = dll.test_open(ctypes.byref(struct), shared, per_thread, slot)
 
     def call(self, index: int, step: Step, inputs: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> int:
-        """Runs a launch; inputs may be row-strided views. Returns what llmc_run would: 0, or 2 after a failed barrier."""
+        """Runs a launch; inputs may be row-strided views. Returns what llmc_run would: 0, or 2 after a failure."""
         struct = step.struct()
         ins = (ctypes.c_void_p * max(len(inputs), 1))(*(x.ctypes.data for x in inputs))
         outs = (ctypes.c_void_p * max(len(out), 1))(*(x.ctypes.data for x in out))
@@ -173,7 +174,7 @@ class Rank:
 
 
 def pack(cache: KVCache, dtype: str) -> np.ndarray:
-    """The cache as the kernels hold it: u8[num_blocks, bytes], K [kv_head][head_dim][slot], V [kv_head][slot][head_dim]."""
+    """The cache as kernels hold it: u8[num_blocks, bytes], K [kv_head][head_dim][slot], V [kv_head][slot][head_dim]."""
     keys, values = (x.astype(NUMPY_DTYPES[dtype]) for x in (cache.keys, cache.values))
     count = len(keys)
     parts = [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +43,16 @@ def launches() -> list[Launch]:
         outputs = infer(a, types_of(a))
         result.append(Launch(launch(a, types_of(a), outputs, env), types_of(a), outputs))
     return result
+
+
+@functools.cache
+def compiled() -> dict[str, ctypes.CDLL]:
+    return build(source(launches()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_first() -> None:
+    compiled()
 
 
 def make_step(lengths: Sequence[tuple[int, int]], block_size: int, rng: np.random.Generator) -> tuple[Step, int]:
@@ -87,7 +99,7 @@ def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int
     results = []
     for isa in ISAS:
         held = packed.copy()
-        rank = Rank(build(source(launches()))[isa], launches(), threads, held)
+        rank = Rank(compiled()[isa], launches(), threads, held)
         out = np.full((tokens, a.heads, a.head_dim), np.nan, np.float32)
         assert rank.call(index, step, inputs, [out]) == 0
         rank.close()
@@ -107,7 +119,7 @@ def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
     inputs = make_inputs(a, 1, np.random.default_rng(0))
     inputs[2][0, : len(bits)] = bits.view(np.float32)
     held = pack(KVCache(*np.zeros((2, 1, block_size, a.kv_heads, a.head_dim))), "bf16")
-    rank = Rank(build(source(launches()))[ISAS[0]], launches(), 1, held)
+    rank = Rank(compiled()[ISAS[0]], launches(), 1, held)
     rank.call(2, step, inputs, [np.zeros((1, a.heads, a.head_dim), np.float32)])
     rank.close()
     written = unpack(held, block_size, a.kv_heads, a.head_dim, "bf16").values[0, 0, 0, : len(bits)]
