@@ -46,7 +46,7 @@ def test_values_of_the_file_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (RANGES + "max_num_seq: 3", r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"),
+        (RANGES + "max_num_seq: 3", r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
         (RANGES + "7: 3", r"unknown key 7\. The keys are token_ranges"),
         ("token_ranges: [{min: 1, max: 1, best: 1}]", r"token_ranges\[0\]: unknown key 'best'"),
         ("token_ranges: [{min: 1, max: 1}, {min: 9, max: 3}]", r"token_ranges\[1\]: min 9 is larger than max 3"),
@@ -79,7 +79,7 @@ def test_mistakes_name_file_field_and_value(text: str, reason: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("chatt", r"'chatt' is neither a file nor one of batch, chat, long-context; did you mean 'chat'\?"),
+        ("chatt", r"'chatt' is neither a file nor one of batch, chat, long-context; did you mean 'chat'"),
         ("missing.yaml", "missing.yaml: no such file; the names without a file are batch"),
         ("./folder/none", "no such file"),
     ],
