@@ -69,7 +69,9 @@ def windows(checkpoint) -> list[list[int]]:
     return evaluation_windows(lambda text: tokenizer.encode(text).ids, windows=2, length=128)
 
 
-def generate(plan: Path, prompts: tuple[str, ...] = PROMPTS, params: SamplingParams = GREEDY, **options: object) -> list:
+def generate(
+    plan: Path, prompts: tuple[str, ...] = PROMPTS, params: SamplingParams = GREEDY, **options: object
+) -> list:
     with Engine(plan, **options) as engine:
         return [completion.token_ids for completion in engine.generate(list(prompts), params)]
 
