@@ -44,7 +44,7 @@ def _sampling_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--chat", help="What the user says; goes through the plan's chat template.")
 @click.option("--system", help="With --chat: the system message.")
 @_sampling_options
-@click.option("--kv-bytes", type=int, help="Bytes of KV cache per rank.")
+@click.option("--kv-bytes", type=int, help="Bytes of KV cache, all ranks together.")
 @click.option("--threads", type=int, help="Threads per rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when the answer is complete.")
 @click.option("--table", is_flag=True, help="Print a table of plan, launches and speed after the answer.")

@@ -14,7 +14,7 @@ import click
 @click.option("--lock", type=click.Path(path_type=Path), help="Lock file that must pin the plan.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--kv-bytes", type=int, help="Bytes of KV cache per rank. Default: what the core finds right.")
+@click.option("--kv-bytes", type=int, help="Bytes of KV cache, all ranks together. Default: what the core finds right.")
 @click.option("--max-num-seqs", type=int, help="Sequences in execution at once; at most what the profile allows.")
 @click.option("--max-num-batched-tokens", type=int, help="Tokens of a step; at most what the profile allows.")
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
@@ -40,7 +40,7 @@ def command(
     shutdown_timeout: float,
 ) -> None:
     """Serve PLAN over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /ready, /version, /metrics."""
-    from llmc.runtime.core_process import CoreOptions
+    from llmc.runtime.options import CoreOptions
     from llmc.runtime.server.serve import ServeConfig, serve
 
     options = CoreOptions(

@@ -19,63 +19,28 @@ from pathlib import Path
 
 import msgspec
 
-from llmc.artifacts.errors import UsageError
-from llmc.artifacts.schema import ShapeProfile
+from llmc.runtime.channel import Frames, frame
 from llmc.runtime.messages import Abort, FromCore, Shutdown, Submit
+from llmc.runtime.options import CoreOptions
 
 CORE_COMMAND = (sys.executable, "-P", "-m", "llmc.runtime.core_main")
-_HEADER = 4  # bytes of a frame's length, little endian
 #: How long a core that was told to stop may take before it is killed, in seconds.
 STOP_SECONDS = 2.0
-
-
-class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a core may be told besides its plan. None: what the profile (or for `kv_bytes` the machine) allows."""
-
-    kv_bytes: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    threads: int | None = None
-
-    def check(self, profile: ShapeProfile) -> None:
-        """Raises UsageError unless every option is positive and no larger than what the plan was built for."""
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        for name, most in (
-            ("max_num_seqs", profile.max_num_seqs),
-            ("max_num_batched_tokens", profile.max_num_batched_tokens),
-        ):
-            value = getattr(self, name)
-            if value is not None and value > most:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is {value}; profile {profile.name!r} of the plan allows at "
-                    f"most {most}. Lower it, or build with a profile that allows more"
-                )
+#: The socket's end and the process's come within this time of each other, in seconds.
+_GRACE = 0.5
 
 
 class _Link(asyncio.Protocol):
-    """Cuts the byte stream into frames."""
+    """Hands on the messages that arrive. Garbage closes the connection, which counts as the core's end."""
 
     def __init__(self, receive: Callable[[FromCore], None], gone: Callable[[], None]) -> None:
         self._receive = receive
         self._gone = gone
-        self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self._frames: Frames[FromCore] = Frames(FromCore)
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _HEADER:
-            size = int.from_bytes(buffer[start : start + _HEADER], "little")
-            end = start + _HEADER + size
-            if len(buffer) < end:
-                break
-            self._receive(self._decoder.decode(buffer[start + _HEADER : end]))
-            start = end
-        del buffer[:start]
+        for message in self._frames.feed(data):
+            self._receive(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone()
@@ -103,19 +68,21 @@ class CoreProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
+        self._closed = False
         self._pidfd = os.pidfd_open(self.process.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     async def connect(self, receive: Callable[[FromCore], None], gone: Callable[[], None]) -> None:
         """From now on messages go to `receive`; `gone` is called once, after the last, unless `stop` was called."""
         self._gone = gone
-        self._transport, _ = await self._loop.create_connection(lambda: _Link(receive, self._on_gone), sock=self._ours)
+        self._transport, _ = await self._loop.create_connection(
+            lambda: _Link(receive, self._on_closed), sock=self._ours
+        )
 
     def send(self, message: Submit | Abort | Shutdown) -> None:
         """Queues a message; one to a core that has gone is dropped, as its requests have been failed already."""
         if self._transport is not None and not self._transport.is_closing():
-            data = self._encoder.encode(message)
-            self._transport.write(len(data).to_bytes(_HEADER, "little") + data)
+            self._transport.write(frame(self._encoder, (message,)))
 
     @property
     def exit_code(self) -> int | None:
@@ -147,8 +114,19 @@ class CoreProcess:
         os.close(self._pidfd)
         self.process.wait()
         self._exited.set()
-        # What it had sent is still to be read; if something keeps its socket open, its end will not show there.
-        self._loop.call_later(0.2, self._on_gone)
+        self._on_end(both=self._closed)
+
+    def _on_closed(self) -> None:
+        self._closed = True
+        self._on_end(both=self._exited.is_set())
+
+    def _on_end(self, both: bool) -> None:
+        # Having seen both, nothing is left to read and the exit code is known. One without the other may stay away: the
+        # socket can live on in a rank, and a process can hang with its socket closed.
+        if both:
+            self._on_gone()
+        else:
+            self._loop.call_later(_GRACE, self._on_gone)
 
     def _on_gone(self) -> None:
         gone, self._gone = self._gone, None

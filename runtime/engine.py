@@ -24,9 +24,9 @@ from typing import Any, Self, TypeVar
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.chat_template import Message
-from llmc.runtime.core_process import CoreOptions
 from llmc.runtime.messages import SamplingParams
 from llmc.runtime.model_text import ModelText, Request
+from llmc.runtime.options import CoreOptions
 from llmc.runtime.sequence import Counts, Delta, TokenEntry
 from llmc.runtime.service import Service
 

@@ -10,10 +10,11 @@ from typing import Self
 
 from llmc.artifacts.errors import EnvironmentFault, LlmcError, PlanError, UsageError
 from llmc.artifacts.plan import Plan
-from llmc.runtime.core_process import CoreOptions, CoreProcess
+from llmc.runtime.core_process import CoreProcess
 from llmc.runtime.front import PROGRESS_DEADLINE, FrontEnd, Observer
 from llmc.runtime.messages import Abort, FromCore, Ready, Shutdown, Submit
 from llmc.runtime.model_text import ModelText
+from llmc.runtime.options import CoreOptions
 
 _ERROR_OF_EXIT: dict[int, type[LlmcError]] = {2: UsageError, 3: PlanError}
 

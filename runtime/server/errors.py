@@ -61,12 +61,11 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at byte {first['loc'][-1]}")
     path = first["loc"][1:]
+    if first["type"] in ("unsupported_parameter", "unknown_parameter"):
+        return ApiError(400, first["msg"], param=_path_name((*path, first["ctx"]["param"])), code=first["type"])
     if not path:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     param = _path_name(path)
-    if first["type"] in ("unsupported_parameter", "unknown_parameter"):
-        ctx = first["ctx"]
-        return ApiError(400, first["msg"], param=ctx["param"], code=first["type"])
     same = [e for e in found if e["loc"][1] == path[0]]
     wanted = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
     if first["type"] == "missing":

@@ -25,7 +25,8 @@ import uvicorn
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.verify import require_verified
-from llmc.runtime.core_process import CoreOptions
+from llmc.runtime.front import PROGRESS_DEADLINE
+from llmc.runtime.options import CoreOptions
 from llmc.runtime.server.app import create_app
 from llmc.runtime.server.context import ServerContext
 from llmc.runtime.server.metrics import Metrics
@@ -58,13 +59,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: ServeConfig, core_command: Seq[str] | None = None) -> int:
-    """Serves until told to stop; raises LlmcError when plan, options or address are no good."""
+def serve(
+    config: ServeConfig, *, core_command: Seq[str] | None = None, progress_deadline: float = PROGRESS_DEADLINE
+) -> int:
+    """Serves until told to stop; raises LlmcError when plan, options or address are no good.
+
+    `core_command` stands in for the core in tests; after `progress_deadline` seconds without a step it is not ready.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     plan = require_verified(config.plan, config.model, config.lock)
     config.options.check(plan.manifest.profile)
     with _listen(config.host, config.port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Run(config, plan, sock, core_command).main())
+        return runner.run(_Run(config, plan, sock, core_command, progress_deadline).main())
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -91,8 +97,16 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 class _Run:
     """One run of the server."""
 
-    def __init__(self, config: ServeConfig, plan: Plan, sock: socket.socket, core_command: Seq[str] | None) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        plan: Plan,
+        sock: socket.socket,
+        core_command: Seq[str] | None,
+        progress_deadline: float,
+    ) -> None:
         self._config = config
+        self._deadline = progress_deadline
         self._sock = sock
         self._command = core_command
         manifest = plan.manifest
@@ -127,7 +141,11 @@ class _Run:
         service = None
         try:
             service = await Service.start(
-                self._context.plan, self._config.options, observer=self._context.metrics, command=self._command
+                self._context.plan,
+                self._config.options,
+                observer=self._context.metrics,
+                command=self._command,
+                progress_deadline=self._deadline,
             )
             self._context.metrics.front = service.front
             self._context.service = service

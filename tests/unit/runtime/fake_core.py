@@ -7,8 +7,10 @@ fatal error, with REFUSE end that request with an error.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -118,4 +120,5 @@ class FakeCore:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the server even while it hangs
     FakeCore(Plan.open(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))).run()

@@ -1,0 +1,110 @@
+"""Starts real servers, in processes of their own, on real sockets: over the fake core, or over a real plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+
+FAKE_CORE = str(Path(__file__).with_name("fake_core.py"))
+FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Server:
+    """A running server. `log` is what it has written to stderr, once it has ended."""
+
+    def __init__(self, command: list[str], env: dict[str, str], port: int | None = None) -> None:
+        self.port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port)], env={**os.environ, **env}, stderr=subprocess.PIPE, cwd=ROOT
+        )
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        self.log = ""
+
+    def wait_ready(self, seconds: float = 60) -> None:
+        self.wait_for(lambda: self.status("/ready") == 200, seconds)
+
+    def wait_for(self, condition: object, seconds: float = 10) -> None:
+        end = time.monotonic() + seconds
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < end, "the condition did not come true in time"
+            assert self.process.poll() is None, self.finish() or self.log
+            time.sleep(0.02)
+
+    def status(self, path: str) -> int | None:
+        """The status of a GET; None while nothing listens."""
+        try:
+            return self.http.get(path).status_code
+        except httpx.TransportError:
+            return None
+
+    def metric(self, name: str) -> float:
+        """The value of a metric, all labels summed."""
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"llmc:{name}{{")]
+        assert found, f"no metric {name}"
+        return sum(found)
+
+    def core_pid(self) -> int:
+        """The process id of the engine core."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = (int(child) for child in children)
+        return pid
+
+    def finish(self, seconds: float = 10) -> int:
+        """Waits for the end; returns the exit code."""
+        _, log = self.process.communicate(timeout=seconds)
+        self.log = log.decode()
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.http.close()
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.finish(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.finish()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def fake_server(
+    plan: Path, *arguments: str, ready: bool = True, port: int | None = None, **env: str
+) -> Iterator[Server]:
+    server = Server([sys.executable, FAKE_SERVER, str(plan), *arguments], env, port)
+    try:
+        if ready:
+            server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def real_server(plan: Path, *arguments: str) -> Iterator[Server]:
+    server = Server([sys.executable, "-m", "llmc", "serve", str(plan), *arguments], {})
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,208 @@
+"""Starting, stopping, clients that leave, cores that die: nobody waits for ever, and /ready tells the truth."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.unit.runtime.fake_plan import write_plan
+from tests.unit.runtime.servers import Server, fake_server
+
+LONG: dict[str, Any] = {"prompt": "one two three", "max_tokens": 400}
+
+
+@pytest.fixture
+def slow(fake_plan: Path) -> Iterator[Server]:
+    with fake_server(fake_plan, FAKE_STEP_SECONDS="0.02") as running:
+        yield running
+
+
+class Background:
+    """A request in a thread. `result` is its response or error."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run, args=(server, body), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: Server, body: dict[str, Any]) -> None:
+        try:
+            self.result = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        except httpx.HTTPError as error:
+            self.result = error
+
+    def join(self) -> Any:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.result
+
+
+def raw_request(server: Server, body: str) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    sock.sendall(f"{head}\r\n\r\n{body}".encode())
+    return sock
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_leaves_frees_its_sequences(slow: Server, stream: str) -> None:
+    sock = raw_request(slow, f'{{"prompt": ["one two", "three"], "n": 2, "max_tokens": 400, "stream": {stream}}}')
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 4)
+    sock.close()
+    # Idle means aborted: 400 steps would have taken 8 s.
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 0, 4)
+    text = slow.http.get("/metrics").text
+    assert 'llmc:request_success_total{finished_reason="abort",model_name="fake"} 4.0' in text
+
+
+def test_a_client_that_leaves_its_stream_midway(slow: Server) -> None:
+    with slow.client.completions.create(model="fake", stream=True, **LONG) as stream:
+        for _ in range(3):
+            next(iter(stream))
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 0, 4)
+
+
+def test_sigterm_drains(slow: Server) -> None:
+    request = Background(slow, {**LONG, "max_tokens": 60})
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 1)
+    slow.process.send_signal(signal.SIGTERM)
+    slow.wait_for(lambda: slow.status("/ready") == 503)
+    assert slow.http.get("/ready").json()["error"]["message"] == "the server is shutting down"
+    assert slow.status("/health") == 200
+    late = slow.http.post("/v1/completions", json=LONG)
+    assert late.status_code == 503
+    assert late.json()["error"]["type"] == "service_unavailable"
+    response = request.join()
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 60
+    assert slow.finish() == 0
+
+
+def test_draining_has_an_end(fake_plan: Path) -> None:
+    with fake_server(fake_plan, "--shutdown-timeout", "0.3", FAKE_STEP_SECONDS="0.02") as server:
+        request = Background(server, LONG)
+        server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        response = request.join()
+        assert response.status_code == 500
+        assert "shutting down" in response.json()["error"]["message"]
+        assert server.finish() == 0
+        assert "did not finish in time" in server.log
+
+
+def test_ctrl_c_exits_with_130(fake_plan: Path) -> None:
+    with fake_server(fake_plan) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.finish() == 130
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["core killed", "rank lost"])
+def test_the_engines_death_ends_everything_within_5_seconds(slow: Server, kill: bool) -> None:
+    request = Background(slow, LONG)
+    stream = slow.client.completions.create(model="fake", stream=True, **LONG)
+    next(iter(stream))
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 2)
+    core = slow.core_pid()
+    began = time.monotonic()
+    if kill:
+        os.kill(core, signal.SIGKILL)
+    else:
+        Background(slow, {"prompt": "<|die|>"}).join()
+    with pytest.raises(openai.APIError, match="generation failed"):
+        list(stream)
+    response = request.join()
+    assert response.status_code == 500
+    assert "generation failed" in response.json()["error"]["message"]
+    assert slow.status("/ready") in (503, None)
+    assert slow.finish(5) == 1
+    assert time.monotonic() - began < 5
+    assert ("killed by" in slow.log or "exited with code -9" in slow.log) if kill else "rank 1 died" in slow.log
+
+
+def test_a_stopped_core_takes_readiness_down(fake_plan: Path) -> None:
+    with fake_server(fake_plan, "--shutdown-timeout", "0", FAKE_PROGRESS_DEADLINE="0.5") as server:
+        Background(server, {"prompt": "<|hang|>"})
+        server.wait_for(lambda: server.status("/ready") == 503)
+        assert "no step for" in server.http.get("/ready").json()["error"]["message"]
+        assert server.status("/health") == 200
+
+
+def test_it_listens_while_it_loads(fake_plan: Path) -> None:
+    with fake_server(fake_plan, ready=False, FAKE_LOAD_SECONDS="1") as server:
+        server.wait_for(lambda: server.status("/health") == 200, 30)
+        assert server.http.get("/ready").json()["error"]["message"] == "the engine is loading"
+        assert server.http.post("/v1/completions", json=LONG).status_code == 503
+        server.wait_ready()
+
+
+def test_sigterm_while_it_loads(fake_plan: Path) -> None:
+    with fake_server(fake_plan, ready=False, FAKE_LOAD_SECONDS="60") as server:
+        server.wait_for(lambda: server.status("/health") == 200, 30)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0
+
+
+def test_a_core_that_cannot_load(fake_plan: Path) -> None:
+    with fake_server(fake_plan, ready=False, FAKE_LOAD_ERROR="--kv-bytes 5 holds no block") as server:
+        assert server.finish() == 2
+        assert server.log.splitlines()[-1] == "error: --kv-bytes 5 holds no block"
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--max-num-seqs", "9"], 2, ["--max-num-seqs", "9", "8"]),
+        (["--max-num-batched-tokens", "65"], 2, ["--max-num-batched-tokens", "65", "64"]),
+        (["--kv-bytes", "0"], 2, ["--kv-bytes", "0"]),
+        (["--model", "/nowhere"], 3, ["/nowhere"]),
+        (["--lock", "/nowhere.lock"], 3, ["/nowhere.lock"]),
+        (["--host", "203.0.113.1"], 2, ["203.0.113.1", "--host"]),
+    ],
+)
+def test_options_that_cannot_be_honoured(fake_plan: Path, arguments: list[str], code: int, words: list[str]) -> None:
+    with fake_server(fake_plan, *arguments, ready=False) as server:
+        assert server.finish() == code
+        (line,) = server.log.splitlines()
+        assert line.startswith("error: ")
+        for word in words:
+            assert word in line
+
+
+def test_a_port_in_use(server: Server, fake_plan: Path) -> None:
+    with fake_server(fake_plan, port=server.port, ready=False) as second:
+        assert second.finish() == 2
+        assert f"127.0.0.1:{server.port}" in second.log
+
+
+def test_names_in_the_api(fake_plan: Path) -> None:
+    names = ("--served-model-name", "a", "--served-model-name", "org/b")
+    with fake_server(fake_plan, *names) as server:
+        assert [m.id for m in server.client.models.list()] == ["a", "org/b"]
+        assert server.http.get("/v1/models/org/b").json()["id"] == "org/b"
+        done = server.client.completions.create(model="org/b", prompt="one", max_tokens=1)
+        assert done.model == "a"
+
+
+def test_a_plan_without_a_chat_template(tmp_path: Path) -> None:
+    with fake_server(write_plan(tmp_path / "p.plan", template=False)) as server:
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        response = server.http.post("/v1/chat/completions", json=chat)
+        assert response.status_code == 400
+        assert "no chat template" in response.json()["error"]["message"]
+        assert server.client.completions.create(model="fake", prompt="one", max_tokens=1).choices
+
+
+def test_it_is_bound_to_this_machine_only(server: Server) -> None:
+    table = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    local = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    assert [a for a in local if int(a.split(":")[1], 16) == server.port] == [f"0100007F:{server.port:04X}"]
