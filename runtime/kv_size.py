@@ -22,7 +22,8 @@ def choose_num_blocks(
 ) -> int:
     """Blocks of the pool (each rank holds its share of every block). `kv_bytes` counts all ranks together.
 
-    By default half of what is left, but no more than `max_num_seqs` sequences of full length can use. Raises
+    By default half of what is left, but no more than `max_num_seqs` sequences of full length can use; whoever asks for
+    more gets it, as the prefix cache has a use for it. Raises
     EnvironmentFault, with the sum and the flag and value that would fit, when memory does not suffice, UsageError when
     `kv_bytes` is less than one block.
     """
@@ -42,7 +43,7 @@ def choose_num_blocks(
         return found
     if num_blocks is None:
         assert kv_bytes is not None
-        num_blocks = min(kv_bytes // block_bytes, most)
+        num_blocks = kv_bytes // block_bytes
         if num_blocks < 1:
             raise UsageError(
                 f"--kv-bytes {kv_bytes} holds no block: one of {profile.block_size} tokens takes {block_bytes} bytes "

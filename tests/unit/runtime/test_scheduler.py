@@ -254,7 +254,7 @@ def test_answers_are_cached_too() -> None:
     run = make(blocks=16, tokens=64)
     run.scheduler.add(sequence("a", [1, 2, 3], max_tokens=10, ignore_eos=True))
     run.finish()
-    turn = run.ended["a"].tokens.tolist() + [5]
+    turn = [*run.ended["a"].tokens.tolist(), 5]
     run.scheduler.add(sequence("b", turn, max_tokens=1))
     batch = run.scheduler.schedule()
     assert batch is not None

@@ -1,0 +1,306 @@
+"""The core as a process, over a plan whose compiled model is a hash of the tokens in KV memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmc.runtime.channel import ChannelClosed
+from tests.unit.runtime.fake_engine import NAN_TOKEN, Client, alive, greedy, write_engine_plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine_plan(tmp_path_factory.mktemp("engine") / "fake.plan")
+
+
+@pytest.fixture(scope="module")
+def plan_tp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine_plan(tmp_path_factory.mktemp("engine") / "fake2.plan", tp=2)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks whose steps last 20 ms, so that a test can act while one runs."""
+    return write_engine_plan(tmp_path_factory.mktemp("engine") / "slow.plan", tp=2, step_us=20000)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    """Prompts of mixed lengths, some of which begin alike."""
+    draw = random.Random(seed)
+    stem = [draw.randrange(40) for _ in range(30)]
+    return [
+        stem[: draw.choice((0, 0, 7, 16, 30))] + [draw.randrange(40) for _ in range(draw.randint(1, 24))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix_cache": False},
+        {"num_blocks": 24},  # no more than one sequence of full length
+        {"num_blocks": 40, "max_num_batched_tokens": 5, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 1},
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_answer_is_what_the_model_gives_alone(plan: Path, plan_tp2: Path, options: dict, ranks: int) -> None:
+    with Client(plan if ranks == 1 else plan_tp2, **options) as client:
+        cases = prompts(24)
+        for i, prompt in enumerate(cases):
+            client.submit(str(i), prompt, max_tokens=30, ignore_eos=True)
+        client.wait_all()
+        for i, prompt in enumerate(cases):
+            assert client.ended[str(i)].finish_reason == "length"
+            assert client.tokens[str(i)] == greedy(prompt, 30)
+        client.wait(client.idle)
+        last = client.stats[-1]
+        assert (last.waiting, last.blocks_used) == (0, 0)
+        assert last.generation_tokens == 24 * 30
+        assert (last.prefix_hits > 0) == options.get("prefix_cache", True)
+        if options.get("num_blocks") == 24:
+            assert last.preemptions > 0
+
+
+def test_parameters_reach_the_sampler_and_results_come_back(plan: Path) -> None:
+    prompt = [5, 6, 7]
+    free = greedy(prompt, 20)
+    with Client(plan) as client:
+        client.submit("stop", prompt, stop_token_ids=(free[4],), max_tokens=20, ignore_eos=True)
+        client.submit("bias", prompt, logit_bias={free[0]: -100.0}, max_tokens=1)
+        client.submit("logprobs", prompt, logprobs=3, max_tokens=2, ignore_eos=True)
+        client.submit("penalty", [*prompt, free[0]], repetition_penalty=1000.0, max_tokens=1)
+        client.submit("minimum", prompt, stop_token_ids=tuple(free[:1]), min_tokens=1, max_tokens=2, ignore_eos=True)
+        client.wait_all()
+    at = free.index(free[4])
+    assert client.tokens["stop"] == free[:at]
+    assert (client.ended["stop"].finish_reason, client.ended["stop"].stop_token) == ("stop", free[4])
+    assert client.tokens["bias"] != free[:1]
+    assert len(client.tokens["minimum"]) >= 1
+    assert client.tokens["minimum"][0] != free[0]
+    assert client.tokens["penalty"][0] not in (*prompt, free[0])
+    found = [output.logprobs for output in client.outputs["logprobs"]]
+    for token, entries in zip(free[:2], found, strict=True):
+        assert entries is not None
+        (entry,) = entries
+        assert (entry.rank, entry.top[0].token, entry.logprob) == (1, token, entry.top[0].logprob)
+        assert len(entry.top) == 3
+        assert entry.top[0].logprob >= entry.top[1].logprob >= entry.top[2].logprob
+
+
+def test_seeded_answers_depend_on_nothing_else(plan: Path) -> None:
+    ask = {"temperature": 1.0, "seed": 11, "max_tokens": 20, "ignore_eos": True, "logit_bias": {NAN_TOKEN: -100.0}}
+    with Client(plan) as client:
+        client.submit("alone", [1, 2, 3], **ask)
+        client.wait_all()
+        alone = client.tokens["alone"]
+    with Client(plan, num_blocks=24, max_num_batched_tokens=9) as client:
+        for i, prompt in enumerate(prompts(10)):
+            client.submit(f"other{i}", prompt, max_tokens=20, temperature=1.0, logit_bias={NAN_TOKEN: -100.0})
+        client.submit("among", [1, 2, 3], **ask)
+        client.submit("other seed", [1, 2, 3], **{**ask, "seed": 12})
+        client.submit("no seed", [1, 2, 3], **{**ask, "seed": None})
+        client.submit("no seed again", [1, 2, 3], **{**ask, "seed": None})
+        client.wait_all()
+        assert client.tokens["among"] == alone
+        assert client.tokens["other seed"] != alone
+        assert client.tokens["no seed"] != client.tokens["no seed again"]
+
+
+def test_nan_ends_that_request_only(plan_tp2: Path) -> None:
+    with Client(plan_tp2) as client:
+        client.submit("broken", [1, NAN_TOKEN, 2], max_tokens=5)
+        client.submit("sound", [1, 2], max_tokens=5, ignore_eos=True)
+        client.wait_all()
+        assert client.ended["broken"].finish_reason == "error"
+        assert "not finite" in (client.ended["broken"].error or "")
+        assert client.tokens["sound"] == greedy([1, 2], 5)
+        client.submit("after", [3], max_tokens=5, ignore_eos=True)
+        client.wait_all()
+        assert client.tokens["after"] == greedy([3], 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "empty"),
+        ([1] * 96, {}, "96 tokens.*max_seq_len is 96"),
+        ([1] * 90, {"max_tokens": 10}, "together 100.*max_seq_len of 96"),
+        ([1] * 20, {"max_tokens": 30}, "KV pool holds 48"),
+        ([50], {}, "token id 50"),
+        ([1], {"temperature": -1.0}, "temperature is -1"),
+        ([1], {"logprobs": 1000}, "logprobs is 1000"),
+    ],
+)
+def test_requests_that_cannot_be_honoured_are_refused(small: Client, prompt: list, params: dict, message: str) -> None:
+    name = f"bad {message}"
+    small.submit(name, prompt, **params)
+    small.wait_all()
+    assert small.ended[name].finish_reason == "error"
+    assert re.search(message, small.ended[name].error or "")
+
+
+@pytest.fixture(scope="module")
+def small(plan: Path) -> Iterator[Client]:
+    with Client(plan, num_blocks=12) as client:
+        yield client
+
+
+def test_aborts_free_the_blocks_in_every_state(slow: Path) -> None:
+    with Client(slow, num_blocks=30, max_num_seqs=2, max_num_batched_tokens=4) as client:
+        client.submit("decoding", [1], ignore_eos=True)
+        client.wait(lambda: client.tokens["decoding"])
+        client.submit("prefilling", [2] * 80, ignore_eos=True)
+        client.submit("waiting", [3], ignore_eos=True)
+        client.wait(lambda: client.stats and (client.stats[-1].running, client.stats[-1].waiting) == (2, 1))
+        for name in ("waiting", "prefilling", "decoding", "unknown"):
+            client.abort(name)
+        client.wait_all()
+        assert {output.finish_reason for output in client.ended.values()} == {"abort"}
+        client.wait(client.idle)
+        assert (client.stats[-1].waiting, client.stats[-1].blocks_used) == (0, 0)
+
+
+def test_shutdown_drains(slow: Path) -> None:
+    with Client(slow) as client:
+        client.submit("a", [1, 2], max_tokens=10, ignore_eos=True)
+        client.wait(lambda: client.tokens["a"])
+        client.shut_down()
+        client.submit("late", [1], max_tokens=1)
+        client.wait_all()
+        assert client.tokens["a"] == greedy([1, 2], 10)
+        assert "shutting down" in (client.ended["late"].error or "")
+        assert client.process.wait(10) == 0
+
+
+def test_shutdown_at_once_ends_what_runs(slow: Path) -> None:
+    with Client(slow) as client:
+        client.submit("a", [1, 2], ignore_eos=True)
+        client.wait(lambda: client.tokens["a"])
+        client.shut_down(drain=False)
+        client.wait_all()
+        assert client.ended["a"].finish_reason == "error"
+        assert client.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_nothing_remains_when_the_front_end_goes(slow: Path, busy: bool) -> None:
+    with Client(slow) as client:
+        pids = [client.process.pid, *client.rank_pids()]
+        if busy:
+            client.submit("a", [1, 2], ignore_eos=True)
+            client.wait(lambda: client.tokens["a"])
+        client.channel.close()
+        assert client.process.wait(10) == 0
+        wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_nothing_remains_when_the_core_is_killed(slow: Path) -> None:
+    with Client(slow) as client:
+        pids = client.rank_pids()
+        assert len(pids) == 2
+        client.process.kill()
+        with pytest.raises(ChannelClosed):
+            client.wait(lambda: False)
+        wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_fails_what_runs_and_ends_the_core(slow: Path, rank: int) -> None:
+    with Client(slow) as client:
+        pids = client.rank_pids()
+        for i in range(3):
+            client.submit(str(i), [i], ignore_eos=True)
+        client.wait(lambda: all(client.tokens.values()))
+        client.signal_rank(rank, signal.SIGKILL)
+        client.wait(lambda: client.fatal is not None)
+        assert client.ended.keys() == client.tokens.keys()
+        for output in client.ended.values():
+            assert output.finish_reason == "error"
+            assert f"rank {rank} was killed by signal 9 (SIGKILL)" in (output.error or "")
+        assert client.process.wait(10) == 1
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_killed_at_rest_is_noticed(plan_tp2: Path) -> None:
+    with Client(plan_tp2) as client:
+        client.signal_rank(1, signal.SIGKILL)
+        client.wait(lambda: client.fatal is not None)
+        assert "rank 1 was killed" in client.fatal.error
+        assert client.process.wait(10) == 1
+
+
+def test_a_stopped_rank_counts_as_lost(slow: Path) -> None:
+    with Client(slow) as client:
+        pids = client.rank_pids()
+        client.submit("a", [1], ignore_eos=True)
+        client.wait(lambda: client.tokens["a"])
+        client.signal_rank(1, signal.SIGSTOP)
+        client.wait(lambda: client.fatal is not None)
+        assert "rank 1 is stopped (SIGSTOP" in (client.ended["a"].error or "")
+        assert client.process.wait(10) == 1
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_a_step_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    path = write_engine_plan(tmp_path / "hung.plan", tp=2, step_us=60_000_000)
+    with Client(path, step_timeout=1.0) as client:
+        assert client.fatal is not None
+        assert "rank 0 and rank 1 gave no answer" in client.fatal.error
+        assert client.process.wait(10) == 1
+
+
+def test_signals_to_the_group_do_not_end_a_core(slow: Path) -> None:
+    with Client(slow) as client:
+        client.submit("a", [1], max_tokens=20, ignore_eos=True)
+        client.wait(lambda: client.tokens["a"])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.killpg(client.process.pid, number)
+        client.wait_all()
+        assert client.tokens["a"] == greedy([1], 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ({"kv_bytes": 10}, 2, "--kv-bytes 10 holds no block.*at least 768"),
+        ({"num_blocks": 10**12}, 6, "the KV pool does not fit.*--kv-bytes [0-9]+ would fit"),
+        ({"max_num_seqs": 9}, 2, "--max-num-seqs is 9.*at most 8"),
+    ],
+)
+def test_a_plan_that_cannot_be_loaded_is_reported(plan: Path, options: dict, code: int, message: str) -> None:
+    with Client(plan, **options) as client:
+        assert client.fatal is not None
+        assert re.search(message, client.fatal.error)
+        assert client.process.wait(10) == code
+
+
+def test_a_missing_plan_is_reported(tmp_path: Path) -> None:
+    with Client(tmp_path / "none.plan") as client:
+        assert client.fatal is not None
+        assert "no such file" in client.fatal.error
+        assert client.process.wait(10) == 3
+
+
+def test_code_that_refuses_to_start_says_why(tmp_path: Path) -> None:
+    path = write_engine_plan(tmp_path / "bad.plan", block_size_in_code=0)
+    with Client(path) as client:
+        assert client.fatal is not None
+        assert "rank 0: block_size is 0" in client.fatal.error
+        assert client.process.wait(10) == 6
