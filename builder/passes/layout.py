@@ -21,7 +21,7 @@ from llmc.builder.primitives.shapes import count
 class Lazy:
     """A traced value of `shape`: its axis i is axis `axes[i]` of the emitted value `name`, or stored nowhere (None).
 
-    An axis whose traced size is not the stored one (1 or nowhere) repeats. Stored axes without a traced one have size 1.
+    An axis whose traced size is not the stored one (1, or nowhere) repeats. Stored axes beyond those have size 1.
     """
 
     name: str

@@ -5,9 +5,13 @@ Comes in: a Hugging Face config. Goes out: `Exported`. Must not know: our graph,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
+import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +92,18 @@ def export(config: PretrainedConfig) -> Exported:
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnsupportedError(f"{type(model).__name__} cannot be traced with ragged tokens: {lines[0]}") from error
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be traced with ragged tokens: {_reason(error)}"
+        ) from error
     return Exported(program, type(model).__name__, buffers, names, model.base_model_prefix)
+
+
+def _reason(error: Exception) -> str:
+    """What torch.export says, in one line: its first sentence, the first fact that it lists, and the source line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    facts = [lines[0].partition(" For more information")[0], *[li[2:] for li in lines if li.startswith("- ")][:1]]
+    call = next((i for i, line in enumerate(lines) if "following call raised this error" in line), None)
+    return "; ".join(facts) + (_place(lines[call + 1 :]) if call is not None else "")
 
 
 def _names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -114,14 +127,26 @@ def _export(model: Any) -> torch.export.ExportedProgram:
     tokens, rows = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("T", "S"))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet(), torch.no_grad():
         program = torch.export.export(
             wrapper, arguments, dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}), strict=False
         )
         if any(_mutates(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # operators stay as they are, in-place ones become functions
     return program
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings, and the whole graphs that torch.export logs or prints to stderr before it raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _mutates(node: torch.fx.Node) -> bool:
@@ -142,7 +167,11 @@ def own_name(name: str) -> str:
 
 def source_line(node: torch.fx.Node) -> str:
     """Where in Python the node comes from, as ` (modeling_x.py:123: code)`; empty where the tracer does not know."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return _place([line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()])
+
+
+def _place(lines: list[str]) -> str:
+    """The innermost place of a Python stack trace."""
     places = [index for index, line in enumerate(lines) if line.startswith("File ")]
     if not places:
         return ""

@@ -1,0 +1,225 @@
+"""Each family's traced and canonical graph, interpreted on ragged batches, gives Hugging Face's logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.builder.interpreter import Batch, run
+from llmc.builder.ir import Graph, parse_graph
+from llmc.builder.operators import ALL, attrs_of
+from llmc.builder.passes.canonicalize import canonicalize
+from llmc.builder.trace import Traced, trace_model
+from tests.models import FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
+from tests.unit.builder.weights_of import params_of
+
+torch.set_num_threads(1)
+
+
+@functools.cache
+def traced(family: str) -> tuple[Any, Traced, Graph]:
+    """A family's model, its trace and its canonical graph."""
+    model = tiny_model(family)
+    result = trace_model(tiny_config(family))
+    return model, result, canonicalize(result.graph)[0]
+
+
+def graph_of(family: str, form: str) -> Graph:
+    _, result, canonical = traced(family)
+    return result.graph if form == "traced" else canonical
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Three prompts, two of them longer than the sliding window, and their continuations."""
+    rng = np.random.default_rng(7)
+    return [rng.integers(6, VOCAB, count).tolist() for count in (2 * WINDOW + 5, 6, WINDOW + 3)]
+
+
+@functools.cache
+def expected(family: str) -> list[np.ndarray]:
+    """Hugging Face's logits [tokens, V] of each prompt alone, eager attention, float32."""
+    model, _, _ = traced(family)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return [model(torch.tensor([p]), use_cache=False).logits[0].numpy() for p in prompts()]
+
+
+def assert_close(got: np.ndarray, wanted: np.ndarray) -> None:
+    cosine = (got * wanted).sum(-1) / (np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1))
+    assert cosine.min() >= 0.999999
+    assert np.abs(got - wanted).max() <= 2e-4
+
+
+@pytest.mark.parametrize("form", ["traced", "canonical"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_prefill(family: str, form: str) -> None:
+    model, result, _ = traced(family)
+    graph = graph_of(family, form)
+    batch = Batch(graph, [len(p) for p in prompts()])
+    (logits,) = run(graph, *batch.step(prompts(), rows="all"), params_of(model, result.buffers))
+    assert_close(logits.reshape(-1, VOCAB), np.concatenate(expected(family)))
+
+
+@pytest.mark.parametrize("form", ["traced", "canonical"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_decodes_through_the_cache(family: str, form: str) -> None:
+    """The first prompt comes in chunks, the second token by token, the third joins late; all mixed in one step."""
+    model, result, _ = traced(family)
+    graph = graph_of(family, form)
+    params = params_of(model, result.buffers)
+    cuts = [[0, 9, 10, 11, len(prompts()[0])], [0, 3, 4, 5, 6], [0, 0, 7, 7, len(prompts()[2])]]
+    batch = Batch(graph, [len(p) for p in prompts()], block_size=3, seed=1)
+    for step in range(4):
+        tokens = [p[c[step] : c[step + 1]] for p, c in zip(prompts(), cuts, strict=True)]
+        (logits,) = run(graph, *batch.step(tokens), params)
+        ends = [c[step + 1] - 1 for c, own in zip(cuts, tokens, strict=True) if own]
+        active = [wanted for wanted, own in zip(expected(family), tokens, strict=True) if own]
+        assert_close(logits.reshape(-1, VOCAB), np.stack([w[e] for w, e in zip(active, ends, strict=True)]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_canonical_form(family: str) -> None:
+    """No batch axis, no transposes, tokens first, and the text reads back as the same graph."""
+    graph = graph_of(family, "canonical")
+    graph.validate(ALL)
+    assert parse_graph(str(graph), attrs_of) == graph
+    assert not [node for node in graph if node.op in ("transpose", "broadcast", "matmul")]
+    kinds = graph.types()
+    assert [str(node.type) for node in graph if node.op == "input"] == ["i32[T]", "i32[T]", "i32[S]"]
+    assert str(kinds[graph.outputs[0]]) == f"f32[S,{VOCAB}]"
+    for name, kind in kinds.items():
+        assert kind.rank <= 3, name
+        assert not any(isinstance(dim, str) for dim in kind.shape[1:]), name
+    for node in graph:
+        if node.op == "attention":
+            assert [kinds[i].rank for i in node.inputs] == [3, 3, 3]
+        if node.op == "reduce":
+            assert (node.attrs.axis, node.attrs.keepdim) == (-1, True)
+    keys = [(n.op, n.inputs, n.attrs, n.types) for n in graph]
+    assert len(set(keys)) == len(keys), "two nodes compute the same"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_text_and_launches(family: str) -> None:
+    _, result, _ = traced(family)
+    assert parse_graph(str(result.graph), attrs_of) == result.graph
+    assert result.eager_launches_per_layer >= 15
+    assert result.eager_launches >= 2 * result.eager_launches_per_layer
+
+
+def test_launches_are_counted_by_hand() -> None:
+    """GPT-2 by layer: 2 norms, 4 Conv1D, 1 attention, 2 residual additions, 8 elementwise operators of its GELU."""
+    assert traced("gpt2")[1].eager_launches_per_layer == 17
+
+
+def test_module_paths_and_recipes() -> None:
+    graph = graph_of("gpt2", "canonical")
+    linears = {node.path: node for node in graph if node.op == "linear"}
+    weight = graph.producers()[linears["transformer.h.1.attn.c_attn"].inputs[1]]
+    assert weight.attrs.recipe == "transpose(load('transformer.h.1.attn.c_attn.weight'))"
+    head = graph.producers()[linears["lm_head"].inputs[1]]
+    assert head.attrs.recipe == "load('transformer.wte.weight')"
+
+
+def test_windows_and_softcaps_reach_the_attention() -> None:
+    def attrs(family: str) -> list[Any]:
+        return [node.attrs for node in graph_of(family, "canonical") if node.op == "attention"]
+
+    assert [(a.layer, a.window, a.softcap) for a in attrs("gemma2")] == [(0, WINDOW, 3.0), (1, None, 3.0)]
+    assert [a.window for a in attrs("mistral")] == [WINDOW, WINDOW]
+    assert [a.window for a in attrs("llama")] == [None, None]
+
+
+def test_buffers_have_the_values_of_the_model() -> None:
+    model, result, _ = traced("phi3")
+    (name,) = result.buffers
+    np.testing.assert_array_equal(result.buffers[name], model.get_buffer(name).numpy())
+
+
+# -- what cannot be traced
+
+
+def _with_forward(monkeypatch: pytest.MonkeyPatch, module: str, cls: str, forward: Callable[..., Any]) -> None:
+    import importlib
+
+    monkeypatch.setattr(
+        getattr(importlib.import_module(f"transformers.models.llama.{module}"), cls), "forward", forward
+    )
+
+
+def _mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(change(self.gate_proj(x)) * self.up_proj(x))
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.special.i0, r"special_i0.*model\.layers\.0\.mlp.*test_trace\.py:\d+.*no translation"),
+        (lambda x: x.cumsum(-1), r"cumsum.*model\.layers\.0\.mlp"),
+        (lambda x: x - x.mean(1, keepdim=True), r"mean.*model\.layers\.0\.mlp.*mix tokens"),
+        (lambda x: x - x[:, :1], r"slice.*model\.layers\.0\.mlp.*cuts the tokens"),
+        (lambda x: x.double().exp().float(), r"model\.layers\.0\.mlp.*float64"),
+        (lambda x: x if x.sum() > 0 else -x, "LlamaForCausalLM cannot be traced"),
+    ],
+)
+def test_operator_without_translation_is_named(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    _with_forward(monkeypatch, "modeling_llama", "LlamaMLP", _mlp(change))
+    with pytest.raises(UnsupportedError, match=message):
+        trace_model(tiny_config("llama", num_hidden_layers=1))
+
+
+def test_attention_with_options_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmc.builder.trace import hook
+
+    query = torch.zeros(1, 2, 3, 4)
+    module = type("Attention", (), {"layer_idx": 5})()
+    with pytest.raises(UnsupportedError, match=r"Attention of layer 5 passes s_aux"):
+        hook._attend(module, query, query, query, None, scaling=1.0, s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match="mask of its own"):
+        hook._attend(module, query, query, query, torch.zeros(1, 1, 3, 3))
+
+
+def test_model_that_does_not_call_the_attention_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+    _with_forward(monkeypatch, "modeling_llama", "LlamaAttention", forward)
+    with pytest.raises(UnsupportedError, match="attention interface"):
+        trace_model(tiny_config("llama"))
+
+
+def test_missing_and_misshapen_tensors_are_named() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in traced("llama")[0].state_dict().items()}
+    trace_model(tiny_config("llama"), shapes)
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(CheckpointError, match=rf"no tensor {name}"):
+        trace_model(tiny_config("llama"), {k: v for k, v in shapes.items() if k != name})
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[3, 72\].*\[100, 72\]"):
+        trace_model(tiny_config("llama"), {**shapes, name: (3, 72)})
+
+
+def test_names_without_the_base_models_prefix() -> None:
+    """Older GPT-2 checkpoints store `wte.weight`, not `transformer.wte.weight`."""
+    shapes = {n.removeprefix("transformer."): tuple(t.shape) for n, t in traced("gpt2")[0].state_dict().items()}
+    recipes = {node.attrs.recipe for node in trace_model(tiny_config("gpt2"), shapes).graph if node.op == "param"}
+    assert "load('h.0.ln_1.weight')" in recipes
+    assert "load('wte.weight')" in recipes
+
+
+def test_config_of_no_causal_model() -> None:
+    from transformers import CLIPConfig
+
+    with pytest.raises(UnsupportedError, match="clip"):
+        trace_model(CLIPConfig())
