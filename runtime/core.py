@@ -20,8 +20,8 @@ from typing import Self
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.blocks import BlockPool
-from llmc.runtime.channel import Channel
-from llmc.runtime.executor import Executor, RankLost
+from llmc.runtime.channel import Channel, ChannelClosed
+from llmc.runtime.executor import Executor, ParentGone, RankLost
 from llmc.runtime.messages import Abort, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
 from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
@@ -89,6 +89,11 @@ class Core:
             self._fail_all(str(error))
             self._channel.send(Fatal(str(error)))
             return 1
+        except (ChannelClosed, ParentGone):
+            raise
+        except Exception as error:
+            self._fail_all(f"internal error of the engine core: {error!r}")
+            raise
         return 0
 
     def _loop(self, idle: select.poll) -> None:
