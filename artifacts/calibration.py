@@ -1,4 +1,4 @@
-"""The calibration table: the ranges of every quantized linear, and where they come from. Standard library only.
+"""The calibration table: the ranges of every quantized linear, and where they come from. Standard library and numpy.
 
 Comes in: JSON bytes, or fields. Goes out: `CalibrationTable` and its JSON. Must not know: how ranges are found or used.
 
@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 #: Raised by one whenever a reader of the older number could misread the newer table.
@@ -31,6 +33,11 @@ class Ranges:
 
     input_amax: float
     weight_amax: tuple[float, ...]
+
+    def to_json(self) -> str:
+        """With the fewest digits that read back to the same float32: a third of what Python writes for the double."""
+        weights = ",".join(str(np.float32(w)) for w in self.weight_amax)
+        return f'{{"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,7 @@ class CalibrationTable:
             "recipe": self.recipe,
             "data": asdict(self.data),
         }
-        lines = [
-            f"  {json.dumps(path)}: {json.dumps(asdict(self.tensors[path]), separators=(',', ':'))}"
-            for path in sorted(self.tensors)
-        ]
+        lines = [f"  {json.dumps(path)}: {self.tensors[path].to_json()}" for path in sorted(self.tensors)]
         body = json.dumps(head, indent=1)[:-2]
         return (body + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
 
@@ -155,4 +159,4 @@ class _Reader:
     def amax(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise UsageError(f"{self.where}: {name} is {value!r}, expected a finite number that is not negative")
-        return float(value)
+        return float(np.float32(value))

@@ -116,7 +116,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
     raw = [_tensor_entry(cursor, index) for index in range(tensor_count)]
     alignment = int(metadata.get("general.alignment", 32)) or 1
     start = -(-cursor.at // alignment) * alignment
-    return GgufHeader(path, metadata, {name: _place(path, name, *rest, start) for name, *rest in raw})
+    return GgufHeader(path, metadata, {entry[0]: _place(path, *entry, start) for entry in raw})
 
 
 def _tensor_entry(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int]:

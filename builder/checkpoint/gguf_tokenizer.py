@@ -18,7 +18,7 @@ _TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 
 
 def tokenizer_files(header: GgufHeader) -> tuple[bytes, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json; raises for a file without vocabulary, or with one of an unknown kind."""
+    """tokenizer.json and tokenizer_config.json; raises for a file without vocabulary or an unknown kind of one."""
     from transformers import TokenizersBackend
 
     path = header.path
