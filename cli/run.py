@@ -100,7 +100,7 @@ def _show(deltas: Iterator[Delta], quiet: bool) -> tuple[Answer, float, float]:
     began = time.perf_counter()
     first = 0.0
     for delta in deltas:
-        if not answer.tokens and delta.tokens:
+        if not answer.token_ids and delta.tokens:
             first = time.perf_counter() - began
         answer.add(delta)
         if not quiet and delta.text:
@@ -112,7 +112,7 @@ def _show(deltas: Iterator[Delta], quiet: bool) -> tuple[Answer, float, float]:
 
 def _numbers(answer: Answer, load: float, first: float, seconds: float) -> dict[str, float | None]:
     """Seconds, and tokens per second after the first token: None for an answer too short to tell."""
-    more = len(answer.tokens) - 1
+    more = len(answer.token_ids) - 1
     rate = more / (seconds - first) if more > 0 and seconds > first else None
     return {"load_seconds": load, "first_token_seconds": first, "seconds": seconds, "tokens_per_second": rate}
 
@@ -122,7 +122,7 @@ def _summary(answer: Answer, numbers: dict[str, float | None]) -> str:
     speed = "" if rate is None else f", {rate:.1f} tokens/s after it"
     return (
         f"loaded in {numbers['load_seconds']:.2f} s; first token after {numbers['first_token_seconds']:.3f} s; "
-        f"{len(answer.tokens)} tokens{speed}; ended by {answer.finish_reason}"
+        f"{len(answer.token_ids)} tokens{speed}; ended by {answer.finish_reason}"
     )
 
 

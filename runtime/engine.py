@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ class Answer:
     """
 
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenEntry] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
@@ -52,7 +52,7 @@ class Answer:
     def add(self, delta: Delta) -> None:
         """Appends what a stream has brought."""
         self.text += delta.text
-        self.tokens += delta.tokens
+        self.token_ids += delta.tokens
         self.logprobs += delta.entries
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -123,13 +123,17 @@ class Engine:
 
     def chat(
         self,
-        messages: Seq[Message],
+        messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> Answer:
-        """The answer to a chat: messages with `role` and `content`. Errors as for `generate`."""
-        return self._answers([self._chat_request(messages, params, chat_template_kwargs)])[0]
+    ) -> list[Answer]:
+        """One answer per chat: a list of messages with `role` and `content`, or a list of such lists.
+
+        Errors as for `generate`.
+        """
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        return self._answers([self._chat_request(chat, params, chat_template_kwargs) for chat in chats])  # type: ignore[arg-type]
 
     def _answers(self, requests: list[Request]) -> list[Answer]:
         answers = [Answer() for _ in requests]

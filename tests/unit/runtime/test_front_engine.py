@@ -35,7 +35,7 @@ def test_answers_come_in_the_order_of_the_prompts(engine: Engine) -> None:
     prompts = ["one two", "The capital", [9, 10]]
     answers = engine.generate(prompts, SamplingParams(max_tokens=2))
     assert [a.text for a in answers[:2]] == ["one two"[: len(answers[0].text)], "The capital"[: len(answers[1].text)]]
-    assert answers[2].tokens == [9, 10]
+    assert answers[2].token_ids == [9, 10]
     assert all(a.finish_reason == "length" for a in answers)
     assert answers[2].counts is not None
     assert (answers[2].counts.prompt_tokens, answers[2].counts.completion_tokens) == (2, 2)
@@ -43,20 +43,27 @@ def test_answers_come_in_the_order_of_the_prompts(engine: Engine) -> None:
 
 def test_parameters_for_each_prompt(engine: Engine) -> None:
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)]
-    assert [len(a.tokens) for a in engine.generate(["one", "two"], params)] == [1, 3]
+    assert [len(a.token_ids) for a in engine.generate(["one", "two"], params)] == [1, 3]
     with pytest.raises(UsageError, match="2 prompts and 1 SamplingParams"):
         engine.generate(["one", "two"], params[:1])
 
 
 def test_a_single_prompt_need_not_be_a_list(engine: Engine) -> None:
     assert engine.generate("one", SamplingParams(max_tokens=1))[0].finish_reason == "length"
-    assert engine.generate([9, 10], SamplingParams(max_tokens=2))[0].tokens == [9, 10]
+    assert engine.generate([9, 10], SamplingParams(max_tokens=2))[0].token_ids == [9, 10]
 
 
 def test_without_parameters_the_plans_defaults_hold(engine: Engine) -> None:
     assert engine.text.params({}) == SamplingParams(temperature=0.7)
-    answer = engine.chat([{"role": "user", "content": "hello"}])
+    (answer,) = engine.chat([{"role": "user", "content": "hello"}])
     assert (answer.text, answer.finish_reason) == ("user\nhello", "stop")
+
+
+def test_several_chats(engine: Engine) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "one two")]
+    assert [a.text for a in engine.chat(chats)] == ["user\nhello", "user\none two"]
+    with pytest.raises(RequestError, match="messages is empty"):
+        engine.chat([])
 
 
 def test_a_stream_can_be_left(engine: Engine) -> None:
@@ -120,7 +127,7 @@ def test_run_prints_json(fake_plan: Path) -> None:
     arguments = ["run", str(fake_plan), "--prompt", "one two", "--max-tokens", "3", "--logprobs", "1", "--json"]
     result = CliRunner().invoke(main, arguments)
     found = json.loads(result.stdout)
-    assert (len(found["tokens"]), len(found["logprobs"]), found["finish_reason"]) == (3, 3, "length")
+    assert (len(found["token_ids"]), len(found["logprobs"]), found["finish_reason"]) == (3, 3, "length")
     assert found["counts"]["completion_tokens"] == 3
     assert found["load_seconds"] > 0
     assert result.stderr == ""

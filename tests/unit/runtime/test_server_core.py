@@ -1,0 +1,88 @@
+"""The server over the real core and two real ranks, whose compiled model is a hash of the tokens in KV memory."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from llmc.artifacts.plan import Plan, PlanWriter
+from tests.unit.runtime.fake_engine import VOCAB, alive, children, greedy, write_engine_plan
+from tests.unit.runtime.servers import Server, real_server
+
+
+def with_tokenizer(path: Path) -> Path:
+    """The plan with a tokenizer whose words are w0, w1, and so on."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    plan = Plan.open(path)
+    with PlanWriter(path.with_name("server.plan")) as writer:
+        for section in plan.manifest.sections:
+            writer.add(section.name, bytes(plan.section(section.name)))
+        writer.add("tokenizer/tokenizer.json", tokenizer.to_str().encode())
+        writer.seal(plan.manifest)
+        return writer.publish()
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    return with_tokenizer(write_engine_plan(folder / "fake.plan", tp=2, step_us=50_000))
+
+
+@pytest.fixture
+def engine(plan: Path) -> Iterator[Server]:
+    with real_server(plan) as running:
+        yield running
+
+
+def test_answers_are_the_cores(engine: Server) -> None:
+    prompt = [3, 5, 8]
+    done = engine.client.completions.create(
+        model="fake", prompt=prompt, temperature=0, max_tokens=12, extra_body={"ignore_eos": True}
+    )
+    assert done.choices[0].text == "".join(f"w{token}" for token in greedy(prompt, 12))
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 12)
+
+
+def test_a_client_that_leaves_frees_the_blocks(engine: Server) -> None:
+    with engine.client.completions.create(
+        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=40, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    # 40 steps take 2 s: idle before that means aborted.
+    engine.wait_for(lambda: engine.metric("num_requests_running") == 0, 1)
+    engine.wait_for(lambda: engine.metric("kv_cache_usage_perc") == 0)
+
+
+def test_sigterm_ends_the_core_and_its_ranks(engine: Server) -> None:
+    core = engine.core_pid()
+    ranks = children(core)
+    assert len(ranks) == 2
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.finish() == 0
+    assert not [pid for pid in (core, *ranks) if alive(pid)]
+
+
+@pytest.mark.parametrize("victim", ["core", "rank"])
+def test_a_killed_process_ends_everything_within_5_seconds(engine: Server, victim: str) -> None:
+    core = engine.core_pid()
+    ranks = children(core)
+    stream = engine.client.completions.create(
+        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=40, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    began = time.monotonic()
+    os.kill(core if victim == "core" else ranks[1], signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="generation failed"):
+        list(stream)
+    assert engine.status("/ready") in (503, None)
+    assert engine.finish(5) == 1
+    assert time.monotonic() - began < 5
+    assert not [pid for pid in (core, *ranks) if alive(pid)]
