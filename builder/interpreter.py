@@ -69,11 +69,13 @@ def _check(node: Node, name: str, kind: TensorType, value: np.ndarray, sizes: di
 
 
 def run_ranks(graphs: Sequence[Graph], inputs: Mapping[str, np.ndarray], contexts: Sequence[StepContext],
-              params: Params) -> list[tuple[np.ndarray, ...]]:  # fmt: skip
-    """Every rank's outputs. The ranks run in threads; an all_reduce adds the partials in rank order, on all alike."""
+              params: Params, patience: float = 60.0) -> list[tuple[np.ndarray, ...]]:  # fmt: skip
+    """Every rank's outputs. The ranks run in threads; an all_reduce adds the partials in rank order, on all alike.
+    `patience`: seconds that a rank waits for the others before GraphError is raised.
+    """
     if len(graphs) == 1:
         return [run(graphs[0], inputs, contexts[0], params)]
-    exchange = _Exchange(len(graphs))
+    exchange = _Exchange(len(graphs), patience)
     results: list[tuple[np.ndarray, ...]] = [()] * len(graphs)
     errors: list[BaseException] = []
 
@@ -102,8 +104,8 @@ def run_ranks(graphs: Sequence[Graph], inputs: Mapping[str, np.ndarray], context
 class _Exchange:
     """Where the threads of `run_ranks` meet."""
 
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=60)
+    def __init__(self, ranks: int, patience: float) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=patience)
         self.slots: list[np.ndarray | None] = [None] * ranks
 
     def all_reduce(self, rank: int, partial: np.ndarray) -> np.ndarray:
