@@ -23,8 +23,8 @@ def choose_num_blocks(
     """Blocks of the pool (each rank holds its share of every block). `kv_bytes` counts all ranks together.
 
     By default half of what is left, but no more than `max_num_seqs` sequences of full length can use; whoever asks for
-    more gets it, as the prefix cache has a use for it. Raises EnvironmentFault, with the sum and the flag and value that
-    would fit, when memory does not suffice, UsageError when `kv_bytes` is less than one block.
+    more gets it, as the prefix cache has a use for it. Raises EnvironmentFault, with the sum and the flag and value
+    that would fit, when memory does not suffice, UsageError when `kv_bytes` is less than one block.
     """
     profile = manifest.profile
     block_bytes = sum(rank.kv_block_bytes for rank in manifest.ranks)

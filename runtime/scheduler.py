@@ -281,7 +281,7 @@ class Scheduler:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check(sequence.blocks for sequence in self._running)
         assert not any(sequence.blocks for sequence in self._waiting)
-        assert len(self._by_id) == len(self._running) + len(self._waiting)
+        assert [*self._running, *self._waiting] == list(self._by_id.values()), "not in the order of submission"
         assert len(self._running) <= self._seats
         for sequence in self._running:
             assert len(sequence.blocks) * self.pool.block_size >= sequence.computed

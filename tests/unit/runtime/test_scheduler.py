@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -233,6 +234,8 @@ def test_a_row_without_a_token_ends_its_sequence_only() -> None:
     gained = run.scheduler.update(batch, [-1, tokens[1]])
     assert [s.finish_reason for s in gained] == ["error", None]
     run.scheduler.check()
+    assert run.scheduler.pool.match(array("i", [1] * 4), 1) == []  # what may be broken is not given to others
+    assert len(run.scheduler.pool.match(array("i", [2] * 4), 1)) == 1
     run.finish()
     assert answer(run.ended["b"]) == alone([2] * 5, SamplingParams(max_tokens=4, ignore_eos=True), 64)[0]
 
