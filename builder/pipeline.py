@@ -2,7 +2,7 @@
 
 Comes in: a traced `Graph`, `CompileOptions`. Goes out: `Compiled`. Must not know: targets, files, tracing.
 
-Order. Quantizing comes first, while every linear still has the module path that the calibration table names it by.
+Order. Quantizing comes early, while every linear still has the module path that the calibration table names it by.
 Packed projections are split before attention and sharding look for heads. Norms, rotation and attention take their
 final form before sharding, so that sharding sees whole operators instead of their primitives. Merging comes after
 sharding: a rank joins the slices that it owns. Epilogues and residuals need merged linears and final norms; what no
@@ -22,6 +22,7 @@ from llmc.builder.ir import Graph
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
 from llmc.builder.passes.fuse_pointwise import fuse_pointwise
@@ -46,6 +47,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
     """The passes over the whole model, before it is divided."""
     return [
         canonicalize,
+        fold_weights,
         partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations)),
         split_packed,
         fold_activations,

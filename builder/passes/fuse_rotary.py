@@ -108,26 +108,26 @@ def _cut(node: Node) -> tuple[int, int] | None:
 
 
 def _table(view: View, value: str, width: int) -> str | None:
-    """The [T, R] value behind a [T, 1, R] one, shared by all layers; None where there is none."""
-    while view.types[value] != TensorType("f32", ("T", width)):
-        node = view.producer(value, "reshape")
-        if node is None:
-            return None
-        value = node.inputs[0]
-    return value
+    """The [T, R] value behind a [T, 1, R] one, shared by all layers; the [T, 1, R] one itself where there is none."""
+    if view.types[value] != TensorType("f32", ("T", 1, width)):
+        return None
+    node = view.producer(value, "reshape")
+    return node.inputs[0] if node and view.types[node.inputs[0]] == TensorType("f32", ("T", width)) else value
 
 
 def _rotating(view: View, edit: Edit, node: Node, query: _Rotation, key: _Rotation) -> list[Node]:
-    flat = [
-        edit.make(
-            "reshape", [r.source], [view.types[r.source]], {"shape": view.types[name].shape}, like=node, stem=name
-        )
-        for r, name in zip((query, key), node.inputs[:2], strict=True)
-    ]
-    inputs = [flat[0].out, flat[1].out, node.inputs[2], query.cos, query.sin]
-    types = [flat[0].type, flat[1].type, *(view.types[name] for name in inputs[2:])]
+    made, inputs, types = [], [], []
+    tables = [(table, TensorType("f32", ("T", query.width))) for table in (query.cos, query.sin)]
+    flat = [(r.source, view.types[name]) for r, name in zip((query, key), node.inputs[:2], strict=True)]
+    for name, kind in [*flat, (node.inputs[2], view.types[node.inputs[2]]), *tables]:
+        if view.types[name] == kind:
+            inputs.append(name)
+        else:
+            made.append(edit.make("reshape", [name], [view.types[name]], {"shape": kind.shape}, like=node, stem=name))
+            inputs.append(made[-1].out)
+        types.append(kind)
     attrs = vars(node.attrs) | {"rotary": query.width, "style": query.style}
-    return [*flat, edit.make("rope_cache", inputs, types, attrs, like=node, outputs=node.outputs)]
+    return [*made, edit.make("rope_cache", inputs, types, attrs, like=node, outputs=node.outputs)]
 
 
 def _reads_positions(view: View, value: str) -> bool:

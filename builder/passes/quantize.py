@@ -20,7 +20,7 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import FP8_MAX, Cast, Fp8, Fp8Scale
+from llmc.builder.weights.recipe import FP8_MAX, Cast, Fp8, Fp8Scale, Load, leaves
 
 
 class Ranges(Protocol):
@@ -44,14 +44,15 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
     view, edit = View(graph), Edit(graph)
     if precision.name == "fp32":
-        return graph, report("quantize", graph, graph, 0, notes=("fp32: weights stay float32",))
+        return graph, report("quantize", graph, graph, 0)
     heads = head_linears(view)
     matched, notes = 0, []
     for node in graph:
         if node.op not in ("linear", "embedding"):
             continue
-        if weight_recipe(view, node.inputs[1]) is None:
-            notes.append(f"{node.op} @{node.path}: its weight is computed at run time and stays float32")
+        recipe = weight_recipe(view, node.inputs[1])
+        if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
+            notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
         if precision.name == "bf16" or node.op == "embedding" or node.out in heads:
             edit.swap(node, _bf16(view, edit, node))

@@ -12,6 +12,7 @@ import pytest
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
 from llmc.builder.passes.fuse_pointwise import fuse_pointwise
@@ -36,6 +37,7 @@ TABLE = SimpleNamespace(
 
 _PLAIN = (
     fold_activations,
+    fold_weights,
     fuse_activation,
     fuse_attention,
     fuse_pointwise,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder import pipeline
@@ -35,12 +36,11 @@ def traced(family: str) -> Traced:
 
 
 class Weights:
-    """The tiny model's tensors as a recipe source."""
+    """A model's tensors as a recipe source."""
 
-    def __init__(self, family: str) -> None:
-        state = tiny_model(family).state_dict()
-        self.tensors = {name: value.numpy() for name, value in state.items()}
-        self.buffers = traced(family).buffers
+    def __init__(self, model: torch.nn.Module, buffers: dict[str, np.ndarray]) -> None:
+        self.tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+        self.buffers = buffers
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         return self.tensors[name][start:stop]
@@ -52,7 +52,7 @@ class Weights:
 @cache
 def params(family: str) -> Callable[[str], np.ndarray]:
     """Recipe text -> value."""
-    source = Weights(family)
+    source = Weights(tiny_model(family), traced(family).buffers)
     return cache(lambda text: evaluate(parse(text), source))
 
 
@@ -96,17 +96,49 @@ def test_every_pass_keeps_the_logits_and_layers_take_their_launches(family: str,
 @pytest.mark.parametrize(("family", "tp"), CASES)
 def test_the_fused_graphs_compute_what_hugging_face_does(family: str, tp: int) -> None:
     result = compiled(family, tp)
-    tokens = np.random.default_rng(1).integers(3, 300, 19).tolist()
+    compare(result, params(family), tiny_model(family))
+    assert [columns for _, columns in result.vocab] == [g.types()[g.outputs[0]].shape[1] for g in result.graphs]
+
+
+def compare(result: Compiled, values: Callable[[str], np.ndarray], model: torch.nn.Module) -> None:
+    """Asserts that the graphs, fed two prefill chunks and a decode, give the logits of the Hugging Face model."""
+    tokens = np.random.default_rng(1).integers(3, model.config.vocab_size, 19).tolist()
     batches = [Batch(graph, (len(tokens),)) for graph in result.graphs]
     rows = []
-    for chunk in (tokens[:11], tokens[11:18], tokens[18:]):  # two prefill chunks, one decode
+    for chunk in (tokens[:11], tokens[11:18], tokens[18:]):
         steps = [batch.step([chunk], rows="all") for batch in batches]
-        shards = run_ranks(result.graphs, steps[0][0], [context for _, context in steps], params(family))
+        shards = run_ranks(result.graphs, steps[0][0], [context for _, context in steps], values)
         rows.append(np.concatenate([out for (out,) in shards], axis=-1))
     with torch.no_grad():
-        wanted = tiny_model(family)(torch.tensor([tokens])).logits[0].numpy()
+        wanted = model(torch.tensor([tokens])).logits[0].numpy()
     np.testing.assert_allclose(np.concatenate(rows), wanted, rtol=1e-3, atol=1e-4)
-    assert [columns for _, columns in result.vocab] == [g.types()[g.outputs[0]].shape[1] for g in result.graphs]
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_layer"),
+    [
+        ("cohere", 10.0),  # interleaved rotation, a norm that subtracts the mean, attention and MLP side by side
+        ("glm", 10.0),  # interleaved and partial rotation, tables in another form
+        ("olmo2", 14.0),  # norms over all heads of q and k: generic code, linears that every rank computes whole
+        ("smollm3", 8.0),  # some layers without rotation
+    ],
+)
+def test_families_that_nobody_thought_of_compile_too(kind: str, per_layer: float) -> None:
+    config = AutoConfig.for_model(
+        kind, vocab_size=128, num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    origin = trace_model(config)
+    source = Weights(model, origin.buffers)
+    values = cache(lambda text: evaluate(parse(text), source))
+    result = pipeline.run(origin.graph, CompileOptions(tp=2, verifier=Verifier(values)))
+    compare(result, values, model)
+    assert result.launches[0].per_layer <= per_layer
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
