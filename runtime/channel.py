@@ -17,7 +17,7 @@ import msgspec
 M = TypeVar("M")
 
 _HEADER = 4
-_READ = 1 << 16
+_READ = 1 << 20
 #: A longer message is taken for garbage: no prompt, batch of tokens or list of log-probabilities comes near it.
 MAX_MESSAGE = 1 << 28
 

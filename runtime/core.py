@@ -27,7 +27,7 @@ from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.params import Limits, check, fit
 from llmc.runtime.sampling import RowSampler, logprobs_of
-from llmc.runtime.scheduler import Scheduler, Sequence
+from llmc.runtime.scheduler import Scheduled, Scheduler, Sequence
 from llmc.runtime.step import Chunk, StepBatch
 
 _STATS_SECONDS = 0.1
@@ -148,7 +148,7 @@ class Core:
 
     # A step
 
-    def _step(self, batch: StepBatch) -> None:
+    def _step(self, batch: StepBatch[Scheduled]) -> None:
         began = time.perf_counter()
         logits = self._executor.run(batch)
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
