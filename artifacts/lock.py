@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import msgspec
+
 from llmc.artifacts.errors import PlanError
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import CheckpointPin

@@ -3,7 +3,8 @@
 Comes in: sections (bytes), a `Manifest`. Goes out: `engine.plan`, and from one a `Plan` whose sections are views of the
 mapped file. Must not know: what the sections mean.
 
-The file is a zip with stored members whose bytes start on page boundaries, so that `unzip -l` lists it and mmap maps it.
+The file is a zip with stored members whose bytes start on page boundaries, so
+that `unzip -l` lists it and mmap maps it.
 manifest.json comes last and carries every other member's offset, size and SHA-256; the SHA-256 of its own bytes is the
 plan's digest. Times and permissions are fixed: the same inputs give the same bytes.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Self
 
 import msgspec
+
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.artifacts.schema import FORMAT_VERSION, Manifest, Section
 
@@ -171,7 +173,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 class Plan:
-    """An open plan. `manifest`, `digest` (SHA-256 of the manifest's bytes), and sections as views of the mapped file."""
+    """An open plan: `manifest`, `digest` (SHA-256 of the manifest's bytes), sections as views of the mapped file."""
 
     def __init__(self, path: Path, manifest: Manifest, digest: str, data: mmap.mmap) -> None:
         self.path = path
@@ -217,7 +219,7 @@ class Plan:
         for section in self.manifest.sections:
             if section.offset % PAGE or section.offset + section.size > len(self._data):
                 raise PlanError(
-                    f"{self.path}: section {section.name!r} at byte {section.offset} with {section.size} bytes does not "
+                    f"{self.path}: section {section.name!r} at byte {section.offset} of {section.size} bytes does not "
                     f"fit the file of {len(self._data)} bytes: it is truncated. Copy it again or rebuild it"
                 )
 

@@ -71,12 +71,13 @@ class ShapeProfile:
 
     @property
     def max_num_batched_tokens(self) -> int:
+        """Tokens of the largest step."""
         return self.token_ranges[-1].max
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the runtime must know of the model. `eos_token_ids` is the union over config, generation config and tokenizer."""
+    """What the runtime must know of the model. `eos_token_ids`: those of config, generation config and tokenizer."""
 
     name: str
     model_type: str

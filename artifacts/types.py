@@ -46,6 +46,7 @@ class TensorType:
 
     @property
     def rank(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     def __str__(self) -> str:
@@ -53,6 +54,7 @@ class TensorType:
 
     @staticmethod
     def parse(text: str) -> TensorType:
+        """The type that `str` printed; raises ValueError."""
         match = _TYPE.fullmatch(text.strip())
         if not match:
             raise ValueError(f"{text!r} is not a tensor type such as f32[T,576]")
@@ -67,4 +69,5 @@ class TensorType:
         return total
 
     def nbytes(self, **symbols: int) -> int:
+        """Bytes of that many elements."""
         return self.size(**symbols) * NUMPY_DTYPES[self.dtype].itemsize

@@ -98,7 +98,7 @@ def verify_plan(path: Path, model: Path | None = None, lock: Path | None = None)
 
 
 def require_verified(path: Path, model: Path | None = None, lock: Path | None = None) -> Plan:
-    """The open plan, or PlanError naming everything that differs, or EnvironmentFault for a machine that lacks its ISA."""
+    """The open plan; raises PlanError naming all that differs, EnvironmentFault for a machine that lacks its ISA."""
     bad = [f for f in verify_plan(path, model, lock) if not f.ok]
     if bad:
         raise PlanError(f"{path}: refused: " + "; ".join(f"{f.subject} {f.detail}" for f in bad))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """`seconds` maps a stage's name to the wall-clock seconds it took. Stages follow one another; none holds another."""
+    """`seconds` maps a stage's name to the wall-clock seconds it took. Stages follow one another, never nested."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -16,6 +16,7 @@ class PlainProgress(Progress):
     """One line a finished stage, for logs."""
 
     def finished(self, name: str, seconds: float) -> None:
+        """Prints the line."""
         click.echo(f"{name:<10} {seconds:7.1f} s", err=True)
 
     def __enter__(self) -> Self:
@@ -42,13 +43,16 @@ class LiveProgress(Progress):
         self._bars.stop()
 
     def started(self, name: str, total: int | None) -> None:
+        """Adds the bar."""
         self._task = self._bars.add_task(name, total=total)
 
     def advanced(self, name: str, done: int, total: int | None) -> None:
+        """Moves it."""
         if self._task is not None:
             self._bars.update(self._task, completed=done, total=total)
 
     def finished(self, name: str, seconds: float) -> None:
+        """Fills it."""
         if self._task is not None:
             self._bars.update(self._task, total=1, completed=1)
             self._bars.stop_task(self._task)

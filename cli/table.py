@@ -14,7 +14,7 @@ from llmc.artifacts.plan import Plan
 
 
 def print_table(plan: Plan, numbers: Mapping[str, float | None], build_report: Path | None) -> None:
-    """Prints to stdout. `numbers` are `load_seconds` and `tokens_per_second`; `build_report` has the stages' seconds."""
+    """Prints to stdout. `numbers`: `load_seconds` and `tokens_per_second`; `build_report` has the stages' seconds."""
     table = Table(show_header=False, box=None)
     if build_report is not None:
         for stage, seconds in _stages(build_report).items():

@@ -31,7 +31,7 @@ class Measurement:
 
 
 class System:
-    """Something that is timed: `prefill(ids)` computes a prompt's last logits, `decode(ids, n)` n more tokens after it."""
+    """What is timed: `prefill(ids)` computes a prompt's last logits, `decode(ids, n)` the seconds for n more tokens."""
 
     def __init__(self, name: str, load: float, prefill: Callable[[Sequence[int]], Any],
                  decode: Callable[[Sequence[int], int], float]) -> None:  # fmt: skip

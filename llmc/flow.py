@@ -1,6 +1,6 @@
 """The build from end to end: the one place that composes builder, calibration and runtime.
 
-Comes in: a checkpoint's path and options. Goes out: `engine.plan`, a `BuildReport`. Must not know: how options are parsed.
+Comes in: a checkpoint's path and options. Goes out: `engine.plan`, a `BuildReport`. Must not know: the command line.
 
     checkpoint -> (calibrate) -> compile -> ask the finished engine -> add golden answers and quality -> publish
 """
@@ -41,11 +41,13 @@ class Source:
 
     @cached_property
     def reference(self) -> Any:
+        """The torch module at float32."""
         from llmc.builder.reference import load_reference
 
         return load_reference(self.checkpoint)
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of text, with the BOS that the tokenizer itself adds."""
         from tokenizers import Tokenizer
 
         return list(Tokenizer.from_str(self.checkpoint.tokenizer_json.decode()).encode(text).ids)
@@ -67,9 +69,9 @@ def build(
 ) -> BuildReport:
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
-    `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder); FP8
-    only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, and the perplexity of both is
-    reported. Raises LlmcError; no plan is left behind then.
+    `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
+    for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, and the perplexity
+    of both is reported. Raises LlmcError; no plan is left behind then.
     """
     progress = progress or Progress()
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
@@ -114,7 +116,7 @@ def _calibration(
 
 
 def _ask(source: Source, path: Path, evaluate: bool, progress: Progress) -> dict[str, bytes]:
-    """Golden answers and quality of the engine at `path`, as sections of the plan; runs its code if this machine can."""
+    """Golden answers and quality of the engine at `path`, as sections; runs its code if this machine can."""
     plan = Plan.open(path, verify=False)
     runs_here = set(plan.manifest.target.features) <= machine_features()
     with progress.stage("golden"):
@@ -147,7 +149,7 @@ def _golden(source: Source, plan: Plan, runs_here: bool) -> dict[str, Any]:
 
 
 def _quality(source: Source, plan: Plan) -> dict[str, Any]:
-    """Engine beside Hugging Face at fp32 on the evaluation text; rounded, as the last digits differ between machines."""
+    """Engine beside Hugging Face at fp32 on the evaluation text; rounded, as last digits differ between machines."""
     from llmc.builder.reference import logits
     from llmc.calibration.quality import compare, evaluation_windows
     from llmc.runtime.selftest import Probe

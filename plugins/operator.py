@@ -1,6 +1,6 @@
 """What a plug-in is: one `Operator` value that joins a signature, a type rule and a numpy reference.
 
-Comes in: `artifacts.types`. Goes out: `Operator`, `StepContext`, `KVCache`. Must not know: builder, runtime, other plug-ins.
+Comes in: `artifacts.types`. Goes out: `Operator`, `StepContext`, `KVCache`. Must not know: builder, runtime.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepContext:
 @dataclass(frozen=True)
 class Operator:
     """An operator of the graph. `attrs` is a frozen dataclass type; `infer(attrs, input types) -> output types`
-    raises ValueError with the reason where the types do not fit; `reference(context, attrs, inputs) -> outputs` is the truth.
+    raises ValueError with the reason where the types do not fit; `reference(context, attrs, inputs)` is the truth.
     """
 
     name: str

@@ -62,6 +62,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token and its log-probability."""
+
     token: int
     logprob: float
 

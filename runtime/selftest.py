@@ -22,7 +22,7 @@ GOLDEN = "golden.json"
 
 
 class Probe:
-    """An executor with blocks for one sequence. Use it in a `with`; raises LlmcError where the plan cannot be loaded."""
+    """An executor with blocks for one sequence; use it in a `with`. Raises LlmcError for a plan that does not load."""
 
     def __init__(self, plan: Plan | Path, *, threads: int | None = None) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan.open(plan)
@@ -34,7 +34,7 @@ class Probe:
         self.max_chunk = min(profile.max_num_batched_tokens, profile.max_num_seqs)
 
     def step(self, ids: Sequence[int], start: int, rows: int) -> np.ndarray:
-        """Runs tokens at positions start, start + 1, ...; logits of the last `rows`, f32[rows, vocab], until the next step."""
+        """Runs tokens at positions start, start + 1, ...; the last `rows` logits, f32[rows, vocab], valid until the next."""
         used = -(-(start + len(ids)) // self.plan.manifest.profile.block_size)
         return self._executor.run(StepBatch([Chunk(array("i", ids), start, self._blocks[:used], rows)]))
 
@@ -87,7 +87,7 @@ def check_golden(path: Path) -> list[Finding]:
                 findings.append(Finding(subject, False, detail))
                 continue
             same = sum(h == w for h, w in zip(have, prompt["hf_tokens"], strict=True))
-            detail = f"{(have == want and 'same tokens as built') or f'{have}, built with {want}'}; "
-            detail += f"{same} of {len(have)} as Hugging Face at fp32"
+            answer = "the same tokens as when it was built" if have == want else f"{have}, when it was built {want}"
+            detail = f"{answer}; {same} of {len(have)} as Hugging Face at fp32"
             findings.append(Finding(subject, have == want, detail))
     return findings

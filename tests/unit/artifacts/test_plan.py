@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from llmc.artifacts import plan as plan_module
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.artifacts.plan import MANIFEST, PAGE, Plan, PlanWriter
@@ -156,7 +157,11 @@ def test_a_full_disk_leaves_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_build_leaves_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), PlanWriter(tmp_path / "engine.plan") as writer, writer.section("a") as sink:
-        sink.write(b"half")
-        raise RuntimeError
+    def build() -> None:
+        with PlanWriter(tmp_path / "engine.plan") as writer, writer.section("a") as sink:
+            sink.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        build()
     assert list(tmp_path.iterdir()) == []

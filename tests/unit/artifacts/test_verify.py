@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from llmc.artifacts.errors import CheckpointError, PlanError
 from llmc.artifacts.hashing import checkpoint_digest, hash_source
 from llmc.artifacts.lock import pin_plan, read_lock
 from llmc.artifacts.plan import Plan, PlanWriter
 from llmc.artifacts.schema import CheckpointPin
 from llmc.artifacts.verify import require_verified, verify_plan
-
 from tests.unit.artifacts.test_plan import manifest
 
 NAMES = ("config.json", "model.safetensors")
