@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from llmc.artifacts.errors import UsageError
+from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph
 from llmc.builder.passes.canonicalize import canonicalize
@@ -32,7 +33,7 @@ from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.builder.passes.fuse_rotary import fuse_rotary
 from llmc.builder.passes.insert_copies import insert_copies
 from llmc.builder.passes.merge_linears import merge_gate_up, merge_qkv
-from llmc.builder.passes.quantize import Precision, Ranges, quantize
+from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
@@ -89,7 +90,7 @@ class CompileOptions:
     precision: str = "fp32"
     kv_dtype: str | None = None
     tp: int = 1
-    table: Ranges | None = None
+    table: CalibrationTable | None = None
     fp8_activations: str = "static"
     verifier: Verifier | None = None
     dump: Callable[[str, tuple[Graph, ...]], None] | None = None
@@ -129,14 +130,17 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
             options.verifier.check(result.name, graphs, after)
         return after
 
-    for step in whole_passes(options):
-        after, result = step(graphs[0])
-        graphs = finished(result, (after,))
-    ranks, result = shard(graphs[0], options.tp)
-    graphs = finished(result, ranks)
-    for step in RANK_PASSES:
-        results = [step(g) for g in graphs]
-        graphs = finished(results[0][1], tuple(after for after, _ in results))
+    try:
+        for step in whole_passes(options):
+            after, result = step(graphs[0])
+            graphs = finished(result, (after,))
+        ranks, result = shard(graphs[0], options.tp)
+        graphs = finished(result, ranks)
+        for step in RANK_PASSES:
+            results = [step(g) for g in graphs]
+            graphs = finished(results[0][1], tuple(after for after, _ in results))
+    except ValueError as error:  # an operator's type rule, or GraphError, both of which name the node
+        raise UnsupportedError(f"{graph.name}, after {len(reports)} passes: {error}") from error
     kv_dtype = options.kv_dtype or ("f32" if options.precision == "fp32" else "bf16")
     return Compiled(graphs, tuple(reports), tuple(map(count_launches, graphs)), _vocab(graph, graphs), kv_dtype)
 

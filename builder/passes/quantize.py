@@ -10,10 +10,9 @@ x_scale is the table's input_amax / 448, or each token's own where activations a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
@@ -23,20 +22,12 @@ from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import FP8_MAX, Cast, Fp8, Fp8Scale, Load, leaves
 
 
-class Ranges(Protocol):
-    """What this pass reads of a `CalibrationTable`."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Module path -> {"input_amax": float, "weight_amax": [float, ...]}."""
-
-
 @dataclass(frozen=True)
 class Precision:
     """`name` fp32|bf16|fp8; `activations` static|dynamic (fp8 only)."""
 
     name: str
-    table: Ranges | None = None
+    table: CalibrationTable | None = None
     activations: str = "static"
 
 
@@ -111,7 +102,7 @@ def _x_scale(node: Node, kind: TensorType, precision: Precision) -> float:
             f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
             "calibrate this model again, or build with per-token activations or --dtype bf16"
         )
-    amax, rows = float(entry["input_amax"]), len(entry["weight_amax"])
+    amax, rows = entry.input_amax, len(entry.weight_amax)
     if rows not in (1, kind.shape[0]):
         raise UnsupportedError(
             f"linear @{node.path}: the calibration table has {rows} weight ranges and the weight {kind.shape[0]} rows; "

@@ -26,9 +26,8 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-
-#: The largest finite E4M3 number.
-FP8_MAX = 448.0
+from llmc.builder.weights.fp8 import FP8_MAX, quantize_fp8
+from llmc.builder.weights.pack import pack_panels
 
 
 class RecipeError(ValueError):
@@ -341,37 +340,11 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
         case Panels(_, width):
             return pack_panels(value, width)
         case PanelsGated(_, width):
-            gate, up = (pack_panels(half, width // 2, shuffle=False) for half in np.split(value, 2))
-            return _shuffle(np.concatenate([gate, up], axis=-1))
+            return pack_panels(value, width, gated=True)
     raise _fail(recipe, "is a leaf and has no step")
-
-
-def quantize_fp8(value: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
-    """E4M3 of value / scale: divided in float32, saturated at 448, rounded to nearest even."""
-    scaled = value.astype(np.float32) / np.asarray(scale, np.float32)
-    return np.clip(scaled, -FP8_MAX, FP8_MAX).astype(NUMPY_DTYPES["f8e4m3"])
 
 
 def _pad(value: np.ndarray, axis: int, size: int) -> np.ndarray:
     widths = [(0, 0)] * value.ndim
     widths[axis] = (0, size - value.shape[axis])
     return np.pad(value, widths) if size != value.shape[axis] else value
-
-
-def pack_panels(value: np.ndarray, width: int, shuffle: bool = True) -> np.ndarray:
-    """[N, K] -> [ceil(N / width), K, width]: each panel holds `width` outputs side by side for every k; [N] likewise.
-
-    N is padded with zeros. FP8 bytes are shuffled within groups of 32 outputs (byte 4*i+j is output 8*j+i), so that a
-    kernel decodes eight outputs that belong together from one 64-bit lane.
-    """
-    panels = -(-value.shape[0] // width)
-    padded = _pad(value, 0, panels * width).reshape(panels, width, *value.shape[1:])
-    packed = np.moveaxis(padded, 1, -1)
-    return _shuffle(packed) if shuffle else packed
-
-
-def _shuffle(panels: np.ndarray) -> np.ndarray:
-    if panels.dtype != NUMPY_DTYPES["f8e4m3"]:
-        return np.ascontiguousarray(panels)
-    groups = panels.reshape(*panels.shape[:-1], -1, 4, 8)  # output 8*j + i
-    return np.ascontiguousarray(np.swapaxes(groups, -1, -2)).reshape(panels.shape)  # byte 4*i + j

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
@@ -15,6 +14,7 @@ from llmc.builder.passes.merge_linears import merge_qkv
 from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.passes.rewrite import Edit, View, first, layer_of, op
 from llmc.builder.passes.rewrite import Value as V
+from llmc.builder.pipeline import CompileOptions, run
 
 
 def graph_of(lines: str) -> Graph:
@@ -69,10 +69,9 @@ LINEAR = """
   return %z"""
 
 
-def _table(**entry: object) -> SimpleNamespace:
-    return SimpleNamespace(
-        tensors={"layers.0.up": {"input_amax": 1.0, "weight_amax": [1.0] * 4} | entry} if entry else {}
-    )
+def _table(ranges: Ranges | None = None) -> CalibrationTable:
+    data = CalibrationData("none", "0" * 64, 0, 0, 0)
+    return CalibrationTable("0" * 64, "none", "max", data, {"layers.0.up": ranges} if ranges else {})
 
 
 @pytest.mark.parametrize(
@@ -80,11 +79,11 @@ def _table(**entry: object) -> SimpleNamespace:
     [
         (None, UsageError, "needs a calibration table"),
         (_table(), UnsupportedError, r"linear @layers\.0\.up: the calibration table has no entry"),
-        (_table(weight_amax=[1.0] * 3), UnsupportedError, "has 3 weight ranges and the weight 4 rows"),
-        (_table(input_amax=0.0), UnsupportedError, "input_amax is 0.0"),
+        (_table(Ranges(1.0, (1.0,) * 3)), UnsupportedError, "has 3 weight ranges and the weight 4 rows"),
+        (_table(Ranges(0.0, (1.0,))), UnsupportedError, "input_amax is 0.0"),
     ],
 )
-def test_fp8_needs_a_table_that_fits(table: SimpleNamespace | None, error: type[Exception], message: str) -> None:
+def test_fp8_needs_a_table_that_fits(table: CalibrationTable | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         quantize(graph_of(LINEAR), Precision("fp8", table))
 
@@ -114,6 +113,19 @@ def test_an_operator_without_a_kernel_is_named_with_its_module() -> None:
     )
     with pytest.raises(UnsupportedError, match=r"no kernel.*matmul \(in layers\.3\.router\)"):
         check_lowerable(graph)
+
+
+def test_a_rule_that_a_graph_breaks_is_no_traceback() -> None:
+    graph = graph_of(
+        """
+  %x: f32[T,8] = input() {name='x'}
+  %two: f32[] = const() {values=(2.0,)}
+  %c: f32[] = exp(%two) @layers.0.odd
+  %y: f32[T,8] = mul(%x, %c) @layers.0.odd
+  return %y"""
+    )
+    with pytest.raises(UnsupportedError, match=r"g, after \d+ passes: inputs are "):
+        run(graph, CompileOptions())
 
 
 def test_merging_uneven_layers_stops_the_build() -> None:

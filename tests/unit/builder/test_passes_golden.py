@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.fold_activations import fold_activations
@@ -28,11 +28,12 @@ from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "passes"
-TABLE = SimpleNamespace(
-    tensors={
-        "layers.0.up": {"input_amax": 224.0, "weight_amax": [1.0] * 32},
-        "layers.0.down": {"input_amax": 112.0, "weight_amax": [1.0]},
-    }
+TABLE = CalibrationTable(
+    "0" * 64,
+    "none",
+    "max",
+    CalibrationData("none", "0" * 64, 0, 0, 0),
+    {"layers.0.up": Ranges(224.0, (1.0,) * 32), "layers.0.down": Ranges(112.0, (1.0,))},
 )
 
 _PLAIN = (

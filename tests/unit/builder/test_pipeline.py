@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder import pipeline
 from llmc.builder.interpreter import Batch, run_ranks
@@ -56,10 +56,11 @@ def params(family: str) -> Callable[[str], np.ndarray]:
     return cache(lambda text: evaluate(parse(text), source))
 
 
-def ranges(family: str) -> SimpleNamespace:
+def ranges(family: str) -> CalibrationTable:
     """A calibration table whose ranges are wide enough for random weights."""
     names = {node.path for node in traced(family).graph if node.op == "linear"}
-    return SimpleNamespace(tensors={name: {"input_amax": 8.0, "weight_amax": [1.0]} for name in names})
+    data = CalibrationData("none", "0" * 64, 0, 0, 0)
+    return CalibrationTable("0" * 64, "none", "max", data, {name: Ranges(8.0, (1.0,)) for name in names})
 
 
 @cache
