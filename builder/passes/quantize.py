@@ -19,7 +19,8 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import FP8_MAX, Cast, Fp8, Fp8Scale, Load, leaves
+from llmc.builder.weights.fp8 import FP8_MAX
+from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, leaves
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from llmc.builder.weights.fp8 import FP8_MAX
 from llmc.builder.weights.recipe import (
-    FP8_MAX,
     Cast,
     Concat,
     Fp8,
