@@ -15,9 +15,9 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     """q, k, v, cos and sin may have rows that lie apart."""
     norm = attrs.qk_norm_eps is not None
     used = 3 + 2 * bool(attrs.rotary)
-    pointers: list[Arg] = [Pointer("in", i) for i in range(used)] + [Literal("nullptr")] * (5 - used)
-    strides: list[Arg] = [RowStride("in", i) for i in range(used)] + [Literal("0")] * (5 - used)
-    weights: list[Arg] = [Pointer("in", used), Pointer("in", used + 1)] if norm else [Literal("nullptr")] * 2
+    pointers: Sequence[Arg] = [Pointer("in", i) for i in range(used)] + [Literal("nullptr")] * (5 - used)
+    strides: Sequence[Arg] = [RowStride("in", i) for i in range(used)] + [Literal("0")] * (5 - used)
+    weights: Sequence[Arg] = [Pointer("in", used), Pointer("in", used + 1)] if norm else [Literal("nullptr")] * 2
     eps = Literal(f"{attrs.qk_norm_eps if norm else 0.0!r}f")
     place = [Literal(str(env.kv_offsets[attrs.layer])), Literal(str(env.kv_block_bytes))]
     shape = f"{attrs.heads}, {attrs.kv_heads}, {attrs.head_dim}, {attrs.rotary}, {_STYLES[attrs.style]}"
