@@ -9,7 +9,7 @@ computed by PyTorch itself while tracing, so that frequencies, scales and slopes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Name(str):
     __slots__ = ()
 
 
-Value = Name | torch.Tensor
+Value: TypeAlias = Name | torch.Tensor
 
 #: Integers are 32 bits wide in our graphs: they are ids, positions and row numbers.
 _DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}

@@ -65,7 +65,7 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 def _window(module: Any, layer: int, given: int | None, where: str) -> int | None:
     """The sliding window: what is passed, or what the config says where the model leaves it to the mask."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[layer] if types and layer < len(types) else None
     if kind == "sliding_attention":
