@@ -23,7 +23,9 @@ Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
 
 
 def canonicalize(graph: Graph) -> tuple[Graph, PassReport]:
-    """Returns the canonical graph. Raises GraphError for an operator that tracing does not emit."""
+    """Returns the canonical graph; a canonical one stays as it is. Raises GraphError for an operator that tracing does
+    not emit.
+    """
     emitter = Emitter()
     values: dict[str, Lazy] = {}
     for node in graph:
@@ -152,8 +154,9 @@ def _select_rows(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
 
 def _attention(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     """q [1,H,T,D], k and v [1,KH,T,D] as [T,H,D] and [T,KH,D]; the result [1,T,H,D] as [T,H,D]."""
-    names = [e.align(x, (2, 1, 3)) for x in inputs]
-    return e.laid(e.emit("attention", names, **vars(node.attrs)), node.type.shape, [1, 2, 3])
+    traced = len(inputs[0].shape) == 4
+    names = [e.align(x, (2, 1, 3) if traced else (0, 1, 2)) for x in inputs]
+    return e.laid(e.emit("attention", names, **vars(node.attrs)), node.type.shape, [1, 2, 3] if traced else [0, 1, 2])
 
 
 _RULES: dict[str, Rule] = {

@@ -104,6 +104,7 @@ def test_canonical_form(family: str) -> None:
             assert (node.attrs.axis, node.attrs.keepdim) == (-1, True)
     keys = [(n.op, n.inputs, n.attrs, n.types) for n in graph]
     assert len(set(keys)) == len(keys), "two nodes compute the same"
+    assert canonicalize(graph)[0] == graph
 
 
 @pytest.mark.parametrize("family", FAMILIES)
