@@ -26,7 +26,8 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.weights.fp8 import FP8_MAX, quantize_fp8
+from llmc.builder.weights.fp8 import FP8_MAX as FP8_MAX
+from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 
 

@@ -1,0 +1,77 @@
+"""Object files by what they were made from, so that building again compiles only what has changed.
+
+Comes in: keys (hex digests), bytes. Goes out: bytes. Must not know: compilers. The key says everything that the object
+depends on, so an entry never becomes wrong; the oldest go when the folder grows beyond its limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.artifacts.errors import EnvironmentFault
+
+#: Bytes that the folder may hold.
+LIMIT = 512 << 20
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/llmc/objects`, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "llmc" / "objects"
+
+
+@dataclass(frozen=True)
+class ObjectCache:
+    """A folder of objects; `limit` in bytes."""
+
+    folder: Path
+    limit: int = LIMIT
+
+    def get(self, key: str) -> bytes | None:
+        """The object, or None."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+            path.touch()  # the newest stay
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._fault("read", error) from error
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes aside, then renames: builds that run at the same time may share the folder."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".partial", delete=False) as file:
+                file.write(data)
+            os.replace(file.name, self._path(key))
+        except OSError as error:
+            raise self._fault("write", error) from error
+
+    def prune(self) -> None:
+        """Removes the objects that were used longest ago, until the rest fits the limit."""
+        entries = []
+        for path in self.folder.glob("*.o"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.o"
+
+    def _fault(self, verb: str, error: OSError) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"cannot {verb} compiled objects in {self.folder}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
+            "folder that can be written, or build without a cache"
+        )

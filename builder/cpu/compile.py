@@ -1,0 +1,180 @@
+"""Runs g++: sources to a shared object that needs nothing but libc and libm where it is loaded.
+
+Comes in: each library's sources, the target's flags, a toolchain. Goes out: each library's bytes. The same input gives
+the same bytes: no paths, no times, no build id go in. Must not know: graphs, kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llmc.artifacts.errors import EnvironmentFault
+from llmc.builder.cpu.cache import ObjectCache
+from llmc.builder.cpu.toolchain import Toolchain
+from llmc.plugins import INCLUDE_ROOT
+from llmc.plugins.cpu import CXX_FLAGS
+from llmc.profiles import TargetDescription
+
+_FLAGS = (
+    *CXX_FLAGS,
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-gnu-unique",
+    "-fno-ident",
+    "-frandom-seed=llmc",
+    "-Wall",
+    "-Wno-unused-function",
+)
+_LINK = (
+    "-shared",
+    "-pthread",
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-Wl,--build-id=none",
+    "-Wl,--gc-sections",
+    "-Wl,--hash-style=gnu",
+    "-Wl,--version-script=exports.map",
+    "-Wl,-z,relro,-z,now,-z,defs",
+    "-s",
+)
+#: Only the ABI is visible, nothing of libstdc++.
+_EXPORTS = "{ global: llmc_*; local: *; };\n"
+#: The same in every library, beside the generated sources.
+_COMMON = {
+    "entry.cpp": (Path(__file__).parent / "entry.cpp").read_text(),
+    "sampler.cpp": '#include "plugins/sampler/cpu.h"\n',
+}
+
+
+#: What g++ sees of the environment; others (CPATH, GCC_COMPARE_DEBUG, ...) would change the code or the output.
+_ENVIRONMENT = frozenset({"PATH", "TMPDIR", "HOME", "LD_LIBRARY_PATH"})
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A translation unit: its text, and what stands beside it."""
+
+    library: int
+    name: str
+
+
+class Compiler:
+    """Compiles libraries for one target. `cache` None: everything is compiled anew. `workers` run at once."""
+
+    def __init__(
+        self,
+        toolchain: Toolchain,
+        target: TargetDescription,
+        cache: ObjectCache | None = None,
+        workers: int | None = None,
+    ) -> None:
+        self.toolchain, self.target, self.cache = toolchain, target, cache
+        self.workers = workers or len(os.sched_getaffinity(0))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the manifest records: all that decides about the code, no paths."""
+        return (*_FLAGS, *self.target.cxx_flags)
+
+    def libraries(
+        self, sources: Sequence[Mapping[str, str]], done: Callable[[int], None] = lambda count: None
+    ) -> list[bytes]:
+        """One shared object for each set of sources (name -> text; `.cpp` files are compiled, others included).
+
+        `done` is told how many of `units(sources)` are complete. Raises EnvironmentFault with the compiler's first
+        error and the file where the source was kept.
+        """
+        complete = [{**_COMMON, **files, "exports.map": _EXPORTS} for files in sources]
+        folder = Path(tempfile.mkdtemp(prefix="llmc-build-"))
+        for number, files in enumerate(complete):
+            (folder / str(number)).mkdir()
+            for name, text in files.items():
+                (folder / str(number) / name).write_text(text)
+        units = [_Unit(i, name) for i, files in enumerate(complete) for name in files if name.endswith(".cpp")]
+        count = 0
+
+        def compile_one(unit: _Unit) -> None:
+            nonlocal count
+            self._compile(folder / str(unit.library), unit.name, complete[unit.library])
+            count += 1
+            done(count)
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            for future in [pool.submit(compile_one, unit) for unit in units]:
+                future.result()
+        result = [self._link(folder / str(number)) for number in range(len(complete))]
+        if self.cache is not None:
+            self.cache.prune()
+        shutil.rmtree(folder)
+        return result
+
+    @staticmethod
+    def units(sources: Sequence[Mapping[str, str]]) -> int:
+        """How many translation units these sources are."""
+        return sum(name.endswith(".cpp") for files in sources for name in {**_COMMON, **files})
+
+    def _compile(self, folder: Path, name: str, files: Mapping[str, str]) -> None:
+        target = folder / f"{name}.o"
+        key = self._key(name, files)
+        stored = self.cache.get(key) if self.cache is not None else None
+        if stored is not None:
+            target.write_bytes(stored)
+            return
+        places = [f"-ffile-prefix-map={folder}=.", f"-ffile-prefix-map={INCLUDE_ROOT}=llmc", f"-I{INCLUDE_ROOT}", "-I."]
+        self._run([*self.flags, "-ffunction-sections", *places, "-c", name, "-o", target.name], folder, name)
+        if self.cache is not None:
+            self.cache.put(key, target.read_bytes())
+
+    def _link(self, folder: Path) -> bytes:
+        objects = sorted(path.name for path in folder.glob("*.o"))
+        self._run([*objects, *_LINK, "-o", "code.so"], folder, "code.so")
+        return (folder / "code.so").read_bytes()
+
+    def _key(self, name: str, files: Mapping[str, str]) -> str:
+        """Over the compiler, the flags, the unit's text, and every header that it might include."""
+        included = [n for n in sorted(files) if n.endswith(".h") and f'"{n}"' in files[name]]
+        parts = [self.toolchain.version, *self.flags, self._headers, *(f"{n}\0{files[n]}" for n in (name, *included))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def _headers(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted((INCLUDE_ROOT / "plugins").rglob("*.h")):
+            digest.update(f"{path.relative_to(INCLUDE_ROOT)}\0".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def _run(self, arguments: Sequence[str], folder: Path, name: str) -> None:
+        env = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT} | {"LC_ALL": "C"}
+        try:
+            done = subprocess.run(
+                [self.toolchain.path, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"cannot run {self.toolchain.path}: {error.strerror}") from error
+        if done.returncode != 0:
+            raise EnvironmentFault(_failure(self.toolchain, name, folder, done))
+
+
+def _failure(toolchain: Toolchain, name: str, folder: Path, done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error|No space|Killed", line)] or lines or ["no message"]
+    if done.returncode < 0 or "Killed" in done.stderr:
+        reason = "it was killed: memory may be short; try with fewer workers"
+    elif "No space left" in done.stderr:
+        reason = f"the disk of {folder} is full"
+    else:
+        reason = "this is a defect of llmc or of the compiler, please report it with the source"
+    return f"{toolchain.path} fails on {name}: {errors[0].strip()}; {reason} (kept in {folder / name})"

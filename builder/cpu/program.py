@@ -1,0 +1,92 @@
+"""What lowering makes: plain data that code, weights and memory arithmetic are written from.
+
+Comes in: nothing. Goes out: the dataclasses. Must not know: how they are made or emitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from llmc.artifacts.schema import KVLayer, ShapeProfile, TokenRange
+from llmc.artifacts.types import TensorType
+from llmc.builder.ir import Graph, Node
+from llmc.builder.weights.placement import Member
+from llmc.plugins.cpu.call import CpuCall, Scratch
+from llmc.profiles import TargetDescription
+
+#: Where a place's offset counts from: the mapped weights, the activations, the step's own arrays, or a constant that
+#: stands in the code (its offset is then the number of the constant).
+SPACES = ("weights", "shared", "arena", "ids", "positions", "rows", "logits", "const")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value's first element lies `offset` bytes behind the start of `space`; its rows lie `stride` elements apart."""
+
+    space: str
+    offset: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel call of `node`; `inputs` and `outputs` say where its values lie."""
+
+    node: Node
+    call: CpuCall
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class RangeProgram:
+    """The launches of steps with `tokens.min`..`tokens.max` tokens and up to `rows` wanted rows."""
+
+    tokens: TokenRange
+    rows: int
+    launches: tuple[Launch, ...]
+    arena_bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank. `vocab`: first column and number of the logits that this rank writes; 0 where another rank does."""
+
+    graph: Graph
+    ranges: tuple[RangeProgram, ...]
+    weights: Member
+    constants: tuple[Node, ...]
+    scratch: Scratch
+    kv_layers: tuple[KVLayer, ...]
+    kv_block_bytes: int
+    vocab: tuple[int, int]
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """Every value's type."""
+        return self.graph.types()
+
+    @property
+    def rank(self) -> int:
+        """The rank's number."""
+        return self.graph.rank
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the range that needs most."""
+        return max(r.arena_bytes for r in self.ranges)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """All ranks. `shared`: weights that every rank reads. `slot_bytes`: the largest partial of an all-reduce."""
+
+    programs: tuple[Program, ...]
+    shared: Member
+    slot_bytes: int
+    comm_bytes: int
+    vocab_size: int
+    profile: ShapeProfile
+    target: TargetDescription
+    kv_dtype: str

@@ -1,0 +1,43 @@
+"""The layout in which linear kernels read weights: panels of outputs, side by side for every k.
+
+plugins/linear/formats.h is the other side of this. Comes in: a matrix or vector by outputs. Goes out: its panels. Must
+not know: recipes, where weights come from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmc.artifacts.types import NUMPY_DTYPES
+
+#: FP8: bytes that a kernel decodes together, and their order: byte 4*i+j of a group is output 8*j+i.
+_GROUP = np.arange(32).reshape(4, 8).T.ravel()
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.ndarray:
+    """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): each panel holds `width` outputs for every k.
+
+    N is padded with zeros. `gated`: the rows are N/2 gates, then N/2 ups; each panel holds width/2 gates, then the ups
+    that belong to them, and both halves are padded alike. FP8 bytes are shuffled within groups of 32 outputs, so that a
+    kernel decodes eight outputs that belong together from one 64-bit lane.
+    """
+    rows, missing = _rows(len(value), width, gated)
+    if value.dtype == NUMPY_DTYPES["f8e4m3"]:
+        order = (np.arange(0, width, 32)[:, None] + _GROUP).ravel()
+        rows, missing = rows[:, order], missing[:, order]
+    bits = value.view(_INTEGERS[value.itemsize])  # numpy moves whole numbers faster than low-precision floats
+    packed = bits[rows]
+    packed[missing] = 0
+    return np.ascontiguousarray(np.moveaxis(packed, 1, -1)).view(value.dtype)
+
+
+def _rows(count: int, width: int, gated: bool) -> tuple[np.ndarray, np.ndarray]:
+    """i64[panels, width]: which row stands where; bool of the same shape: where none does (the row is then 0)."""
+    sides = 2 if gated else 1
+    own, side_width = count // sides, width // sides
+    panels = -(-own // side_width)
+    place = np.arange(panels * side_width).reshape(panels, side_width)
+    rows = np.concatenate([place + side * own for side in range(sides)], axis=1)
+    missing = np.concatenate([place >= own] * sides, axis=1)
+    return np.where(missing, 0, rows), missing

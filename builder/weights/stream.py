@@ -1,0 +1,178 @@
+"""Executes recipes into a plan's member, a block of rows at a time: memory stays at a few blocks, whatever the model.
+
+Comes in: a `Member`, a source of tensors. Goes out: the member's bytes, in order, into a sink. Must not know: graphs,
+kernels, plan files.
+
+A recipe is cut into rows of its result, and the cut is moved to its leaves, so that only those rows are read. What the
+last recipes have read is kept for a while, because a weight and its scales, or two forms of it, are neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from llmc.artifacts.errors import CheckpointError
+from llmc.builder.weights.placement import Member, Placement
+from llmc.builder.weights.recipe import (
+    Add,
+    Buffer,
+    Cast,
+    Concat,
+    Fp8,
+    Fp8Scale,
+    Load,
+    Mul,
+    Panels,
+    PanelsGated,
+    Recipe,
+    Slice,
+    Source,
+    apply,
+    children,
+    infer,
+    leaves,
+    parse,
+)
+
+#: Bytes of float32 that are read at once, and that are kept.
+BLOCK = 16 << 20
+KEPT = 64 << 20
+#: Rows of a block are a multiple of this: of every panel's width, whole or halved.
+_ROWS = 64
+
+
+class Shaped(Source, Protocol):
+    """A source that knows shapes without reading."""
+
+    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+        """The shape of a leaf's value."""
+
+
+class Sink(Protocol):
+    """What bytes are written to."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+
+
+def write_weights(
+    member: Member, source: Shaped, sink: Sink, done: Callable[[int], None] = lambda count: None, block: int = BLOCK
+) -> None:
+    """Writes all placements and the padding between them; `done` is told how many bytes are written.
+
+    Raises CheckpointError for a tensor that holds NaN or infinity, or that the source cannot read.
+    """
+    reader = _Reader(source)
+    written = 0
+    for placement in member.placements:
+        sink.write(bytes(placement.offset - written))
+        written = placement.offset
+        for piece in _pieces(placement, source, reader, block):
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+            sink.write(data)
+            written += data.nbytes
+            done(written)
+        if written != placement.offset + placement.nbytes:
+            raise AssertionError(f"{placement.recipe}: gives {written - placement.offset} bytes for {placement.kind}")
+    sink.write(bytes(member.nbytes - written))
+
+
+def _pieces(placement: Placement, source: Shaped, reader: _Reader, block: int) -> Iterator[np.ndarray]:
+    """The value in pieces whose bytes follow one another."""
+    recipe = parse(placement.recipe)
+    packed = recipe if isinstance(recipe, Panels | PanelsGated) else None
+    inner = packed.source if packed else recipe
+    shape = tuple(int(d) for d in infer(inner, source.shape).shape)
+    if not shape:
+        yield reader.value(inner)
+        return
+    gated = isinstance(packed, PanelsGated)
+    count = shape[0] // 2 if gated else shape[0]
+    row_bytes = sum(4 * math.prod(source.shape(leaf)[1:]) for leaf in set(leaves(inner)))
+    step = max(block // max(row_bytes, 1) // _ROWS, 1) * _ROWS
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        part = rows(inner, start, stop, source)
+        if gated:
+            part = Concat(0, (part, rows(inner, count + start, count + stop, source)))
+        yield reader.value(dataclasses.replace(packed, source=part) if packed else part)
+
+
+def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
+    """`slice(recipe, 0, start, stop)` with the cut at the leaves, as far as it goes."""
+    shape = infer(recipe, source.shape).shape
+    if (start, stop) == (0, shape[0]):
+        return recipe
+    match recipe:
+        case Slice(inner, 0, begin, _):
+            return rows(inner, begin + start, begin + stop, source)
+        case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _) | Fp8Scale(inner):
+            return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
+        case Fp8(inner, scale):
+            return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))
+        case Concat(0, sources):
+            return _concat_rows(sources, start, stop, source)
+        case Concat(axis, sources):
+            return Concat(axis, tuple(rows(inner, start, stop, source) for inner in sources))
+    return Slice(recipe, 0, start, stop)
+
+
+def _concat_rows(sources: tuple[Recipe, ...], start: int, stop: int, source: Shaped) -> Recipe:
+    parts, begin = [], 0
+    for inner in sources:
+        end = begin + int(infer(inner, source.shape).shape[0])
+        if start < end and stop > begin:
+            parts.append(rows(inner, max(start - begin, 0), min(stop, end) - begin, source))
+        begin = end
+    return parts[0] if len(parts) == 1 else Concat(0, tuple(parts))
+
+
+class _Reader:
+    """Evaluates recipes; keeps what it has read of tensors, up to `KEPT` bytes."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._kept: OrderedDict[Recipe, np.ndarray] = OrderedDict()
+        self._size = 0
+
+    def value(self, recipe: Recipe) -> np.ndarray:
+        """The recipe's value; parts that occur twice are computed once."""
+        return self._value(recipe, {})
+
+    def _value(self, recipe: Recipe, known: dict[Recipe, np.ndarray]) -> np.ndarray:
+        if recipe not in known:
+            match recipe:
+                case Load() | Buffer() | Slice(Load(), 0, _, _):
+                    known[recipe] = self._read(recipe)
+                case _:
+                    known[recipe] = apply(recipe, [self._value(child, known) for child in children(recipe)])
+        return known[recipe]
+
+    def _read(self, recipe: Recipe) -> np.ndarray:
+        if recipe in self._kept:
+            self._kept.move_to_end(recipe)
+            return self._kept[recipe]
+        match recipe:
+            case Load(name):
+                stored = self._source.read(name)
+            case Slice(Load(name), _, start, stop):
+                stored = self._source.read(name, start, stop)
+            case Buffer(name):
+                stored = self._source.buffer(name)
+        value = np.asarray(stored).astype(np.float32)
+        if not isinstance(recipe, Buffer) and not np.isfinite(value).all():
+            raise CheckpointError(
+                f"tensor {name!r} holds NaN or infinity: no engine can be built from it. The checkpoint is damaged, or "
+                "was saved from a run that diverged"
+            )
+        self._kept[recipe] = value
+        self._size += value.nbytes
+        while self._size > KEPT and len(self._kept) > 1:
+            self._size -= self._kept.popitem(last=False)[1].nbytes
+        return value
