@@ -60,8 +60,8 @@ class Checkpoint:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """tokenizer.json, adding BOS and EOS exactly as transformers does with this checkpoint."""
-        return self._tokenizer.json
+        """tokenizer.json; of a GGUF, as transformers converts it."""
+        return self._texts.tokenizer_json
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:

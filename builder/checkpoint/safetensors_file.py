@@ -117,6 +117,8 @@ def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[
         try:
             dtype_name, shape = item["dtype"], tuple(int(d) for d in item["shape"])
             begin, end = (int(o) for o in item["data_offsets"])
+            if min(begin, *shape, 0) < 0:
+                raise ValueError
         except (TypeError, KeyError, ValueError):
             raise CheckpointError(
                 f"{path}: tensor {name!r} has a damaged entry {item!r}; fetch the file again"
@@ -127,7 +129,7 @@ def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[
             )
         ours, dtype = DTYPES[dtype_name]
         expected = math.prod(shape) * dtype.itemsize
-        if begin < 0 or any(d < 0 for d in shape) or end - begin != expected:
+        if end - begin != expected:
             raise CheckpointError(
                 f"{path}: tensor {name!r} {dtype_name}{list(shape)} needs {expected} bytes, its header entry gives it "
                 f"{end - begin}: the file is damaged. Fetch it again"
