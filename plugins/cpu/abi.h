@@ -60,6 +60,7 @@ typedef struct llmc_sampled {
   int32_t reserved;
 } llmc_sampled;
 
+#pragma GCC visibility push(default)  // the rest of an engine's code is compiled hidden
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -78,3 +79,4 @@ void llmc_sample(const float* logits, int32_t n, int32_t vocab, const llmc_sampl
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop
