@@ -19,7 +19,7 @@ KINDS = ("transpose", "slice", "concat", "broadcast")
 
 @dataclass(frozen=True)
 class Attrs:
-    """What each `kind` reads: transpose `perm`; slice `axis`, `start`, `stop`, `step`; concat `axis`; broadcast `shape`."""
+    """A transpose reads `perm`; a slice `axis`, `start`, `stop`, `step`; a concat `axis`; a broadcast `shape`."""
 
     kind: str
     perm: tuple[int, ...] = ()

@@ -1,4 +1,7 @@
-"""How the cpu target calls copy. Comes in: attributes and types. Goes out: `CpuCall`. Must not know: builder, runtime."""
+"""How the cpu target calls copy.
+
+Comes in: attributes and types. Goes out: `CpuCall`. Must not know: builder, runtime.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +69,10 @@ def _strided(attrs: Attrs, x: TensorType, y: TensorType) -> tuple[Arg, ...]:
         strides = [strides[i] for i in attrs.perm]
     elif attrs.kind == "broadcast":
         own: tuple[Dim, ...] = (1,) * (y.rank - x.rank) + x.shape
-        strides = [Literal("0")] * (y.rank - x.rank) + strides
+        strides = [*[Literal("0")] * (y.rank - x.rank), *strides]
         strides = [Literal("0") if d == 1 else s for d, s in zip(own, strides, strict=True)]
     else:
         axis, start, step = attrs.axis % x.rank + lead, attrs.start, attrs.step
-    dims: list[Arg] = [Product((1,))] * lead + [Product((d,)) for d in y.shape]
+    dims = [Product((d,)) for d in (*(1,) * lead, *y.shape)]
     cut = [Literal(str(value)) for value in (axis, start, step)]
     return (Pointer("out", 0), *dims, Pointer("in", 0), *[Literal("0")] * lead, *strides, *cut)

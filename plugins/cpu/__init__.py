@@ -3,6 +3,6 @@
 Must not know: builder, runtime, any operator.
 """
 
-#: What a translation unit that includes a kernel must be compiled with, beside -I INCLUDE_ROOT, -O3, -march and -pthread.
+#: What a translation unit that includes a kernel is compiled with, beside -I INCLUDE_ROOT, -O3, -march and -pthread.
 #: Contraction would fuse multiplies and adds differently on each ISA level, and results would differ.
 CXX_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

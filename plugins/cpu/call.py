@@ -31,12 +31,14 @@ from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 #: dtype -> the C++ type of its elements in kernels. Narrow floats are raw bits.
 C_TYPES = {"f32": "float", "bf16": "llmc::bf16", "f8e4m3": "uint8_t", "i32": "int32_t", "i64": "int64_t"}
 
+Side = OneOf["in", "out"]
+
 
 @dataclass(frozen=True)
 class Pointer:
     """The first element of an input or output."""
 
-    side: OneOf["in", "out"]
+    side: Side
     index: int
 
 
@@ -44,7 +46,7 @@ class Pointer:
 class RowStride:
     """Elements from one row of an input or output to the next."""
 
-    side: OneOf["in", "out"]
+    side: Side
     index: int
 
 
@@ -76,7 +78,8 @@ class Call:
     args: tuple[Pointer | RowStride | Product | Literal, ...]
 
 
-Arg = Pointer | RowStride | Product | Literal | Call
+Simple = Pointer | RowStride | Product | Literal
+Arg = Simple | Call
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class CpuCall:
-    """`header` is relative to `INCLUDE_ROOT`. `function` is the complete template, as `namespace llmc` sees it. `prelude`
-    is C++ that must stand before the function that calls it, in the same namespace, once for each distinct text. `packing`: input -> the recipe
-    around that input's recipe, with `{}` in its place; an input without an entry is stored as it is. `barriers`: how
-    often the launch itself meets all threads of the rank. `sums_ranks`: output bytes a row that travel between ranks.
+    """`header` is relative to `INCLUDE_ROOT`. `function` is the complete template, as `namespace llmc` sees it.
+    `prelude` is C++ that must stand before the function that calls it, in the same namespace, once for each distinct
+    text. `packing`: input -> the recipe around that input's recipe, with `{}` in its place; an input without an entry
+    is stored as it is. `barriers`: how often the launch itself meets all threads of the rank. `sums_ranks`: output
+    bytes a row that travel between ranks.
     """
 
     header: str
@@ -144,8 +148,8 @@ def row_bytes(*types: TensorType) -> int:
     return sum(NUMPY_DTYPES[t.dtype].itemsize * prod(d for d in t.shape[1:] if isinstance(d, int)) for t in types)
 
 
-def row_stride(side: OneOf["in", "out"], index: int, kind: TensorType) -> Arg:
-    """The `RowStride` of a matrix; rows of anything else lie side by side: the length of its last axis, 1 without one."""
+def row_stride(side: Side, index: int, kind: TensorType) -> RowStride | Product:
+    """The `RowStride` of a matrix; of anything else the length of its last axis (1 without one): rows side by side."""
     return RowStride(side, index) if kind.rank == 2 else Product(kind.shape[-1:])
 
 

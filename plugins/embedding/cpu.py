@@ -1,4 +1,7 @@
-"""How the cpu target calls embedding. Comes in: attributes and types. Goes out: `CpuCall`. Must not know: builder, runtime."""
+"""How the cpu target calls embedding.
+
+Comes in: attributes and types. Goes out: `CpuCall`. Must not know: builder, runtime.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def quantize_x(x: np.ndarray, x_scale: float | None) -> tuple[np.ndarray, np.nda
 
 
 def _activation(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    return UNARY[name] if name in UNARY else lambda x: x
+    return UNARY.get(name, lambda x: x)
 
 
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:

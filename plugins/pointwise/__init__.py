@@ -28,7 +28,7 @@ class Attrs:
 def visit(
     expr: str, leaf: Callable[[int], object], number: Callable[[float], object], call: Callable[..., object]
 ) -> object:
-    """Folds an expression: `leaf(input)`, `number(value)`, `call(name, *operands)`. Raises ValueError with the reason."""
+    """Folds an expression: `leaf(input)`, `number(value)`, `call(name, *operands)`; raises ValueError with a reason."""
 
     def fold(node: ast.expr) -> object:
         match node:

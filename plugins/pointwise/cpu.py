@@ -22,6 +22,8 @@ from llmc.plugins.cpu.call import (
     Literal,
     Pointer,
     Product,
+    Side,
+    Simple,
     row_cost,
     row_stride,
     strided_rows,
@@ -31,6 +33,7 @@ from llmc.plugins.pointwise import Attrs, visit
 MAX_RANK = 4
 #: pow with these exponents is one of the cheaper functions.
 _POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
+_INFINITY = {True: "__builtin_inff()", False: "-__builtin_inff()"}
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
@@ -62,17 +65,15 @@ def _operand(index: int, x: TensorType, y: TensorType) -> Arg:
     return Call(f"pw::Operand<{C_TYPES[x.dtype]}>", (Pointer("in", index), *_strides("in", index, x, y)))
 
 
-def _strides(side: str, index: int, x: TensorType, y: TensorType) -> list[Arg]:
+def _strides(side: Side, index: int, x: TensorType, y: TensorType) -> list[Simple]:
     """Elements between entries of the first three of four axes of y, in x."""
-    strides: list[Arg] = []
+    strides: list[Simple] = []
     for axis in range(MAX_RANK - 1):
         own = axis - (MAX_RANK - x.rank)
         if own < 0 or x.shape[own] == 1 or own == x.rank - 1:
             strides.append(Literal("0"))
-        elif own == 0:
-            strides.append(
-                row_stride("out" if side == "out" else "in", index, x) if x.rank == 2 else Product(x.shape[1:])
-            )
+        elif x.rank == 2:
+            strides.append(row_stride(side, index, x))
         else:
             strides.append(Product(x.shape[own + 1 :]))
     return strides
@@ -81,13 +82,14 @@ def _strides(side: str, index: int, x: TensorType, y: TensorType) -> list[Arg]:
 def _number(value: float) -> str:
     with np.errstate(over="ignore"):
         value = float(np.float32(value))
-    if math.isfinite(value):
-        return f"fn::number({value.hex()}f)"
-    return (
-        'fn::number(__builtin_nanf(""))'
+    text = (
+        f"{value.hex()}f"
+        if math.isfinite(value)
+        else '__builtin_nanf("")'
         if math.isnan(value)
-        else f"fn::number({'-' if value < 0 else ''}__builtin_inff())"
+        else _INFINITY[value > 0]
     )
+    return f"fn::number({text})"
 
 
 def _formula(expr: str) -> tuple[str, int]:

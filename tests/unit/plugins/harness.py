@@ -16,17 +16,21 @@ import numpy as np
 
 from llmc.plugins import INCLUDE_ROOT
 from llmc.plugins.cpu import CXX_FLAGS
-from llmc.plugins.cpu.call import Arg, Call, CpuCall, Literal, Pointer, Product, RowStride
+from llmc.plugins.cpu.call import Arg, Call, CpuCall, Literal, Pointer, Product, RowStride, Side
 
 CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
 MAX_VALUES = 8
+SIDES: tuple[Side, ...] = ("in", "out")
 
 _HEAD = """
+#include <chrono>
+#include <cstdlib>
 #include "plugins/cpu/runtime.h"
 struct Request {
   int32_t threads; int32_t pad; int64_t T, S; int64_t shared, per_thread;
   void* in[8]; int64_t in_stride[8]; void* out[8]; int64_t out_stride[8];
-  llmc_rank* rank; llmc_step* step; uint8_t* comm; int64_t slot; int32_t rank_number, tp; int64_t repeat;
+  llmc_rank* rank; llmc_step* step; uint8_t* comm; int64_t slot; int32_t rank_number, tp;
+  int64_t repeat, advance; double* seconds;
 };
 static llmc::Pool* pool(int threads) {
   static llmc::Pool* pools[65];
@@ -37,14 +41,15 @@ static llmc::Pool* pool(int threads) {
 _CALL = """
 namespace llmc {{
 static void work_{i}(void* what, int tid) {{
-  const auto& [r, c] = *static_cast<std::pair<const Request&, llmc::Ctx>*>(what);
+  const auto& [request, c] = *static_cast<std::pair<const Request*, llmc::Ctx>*>(what);
+  const Request& r = *request;
   {function}(c, tid, {args});
 }}
 }}
 extern "C" int call_{i}(const Request* r) {{
   llmc::Pool private_pool(r->tp > 1 ? r->threads : 1);
   llmc::RankComm comm(r->comm, r->rank_number, r->tp, r->slot);
-  std::pair<const Request&, llmc::Ctx> both(*r, llmc::Ctx());
+  std::pair<const Request*, llmc::Ctx> both(r, llmc::Ctx());
   llmc::Ctx& c = both.second;
   c.rank = r->rank; c.step = r->step; c.threads = r->threads; c.comm = &comm;
   c.pool = r->tp > 1 ? &private_pool : pool(r->threads);
@@ -53,7 +58,14 @@ extern "C" int call_{i}(const Request* r) {{
   const int64_t bytes = llmc::scratch_bytes(c.shared_scratch, c.thread_scratch, c.threads);
   c.scratch_memory = static_cast<uint8_t*>(aligned_alloc(4096, bytes ? bytes : 4096));
   __builtin_memset(c.scratch_memory, 0xff, bytes);
-  for (int64_t i = 0; i < r->repeat; ++i) c.pool->run(llmc::work_{i}, &both);
+  Request changing = *r;
+  both.first = &changing;
+  for (int64_t i = 0; i < r->repeat; ++i) {{
+    const auto start = std::chrono::steady_clock::now();
+    c.pool->run(llmc::work_{i}, &both);
+    if (r->seconds) r->seconds[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    changing.in[1] = static_cast<char*>(changing.in[1]) + r->advance;
+  }}
   free(c.scratch_memory);
   return comm.failed() ? 2 : 0;
 }}
@@ -79,6 +91,8 @@ class Request(ctypes.Structure):
         ("rank_number", ctypes.c_int32),
         ("tp", ctypes.c_int32),
         ("repeat", ctypes.c_int64),
+        ("advance", ctypes.c_int64),
+        ("seconds", ctypes.c_void_p),
     )
 
 
@@ -132,7 +146,7 @@ class Library:
         text = [f'#include "{h}"' for h in sorted({c.header for c in calls})] + [_HEAD]
         text += [f"namespace llmc {{\n{p}\n}}" for p in dict.fromkeys(c.prelude for c in calls) if p]
         for i, call in enumerate(calls):
-            known = {Pointer(side, n): "float" for side in ("in", "out") for n in range(MAX_VALUES)}  # type: ignore[arg-type]
+            known = {Pointer(side, n): "float" for side in SIDES for n in range(MAX_VALUES)}
             known |= {p: _POINTER_TYPES[t] for p, t in (types[i] if types else {}).items()}
             args = ", ".join(_arg(a, known) for a in call.args)
             text.append(_CALL.format(i=i, function=call.function, args=args))
@@ -149,7 +163,9 @@ class Library:
         repeat: int = 1,
         **fields: int,
     ) -> None:
-        """Inputs and outputs as numpy arrays; a row stride is theirs. The last axis must be contiguous."""
+        """Inputs and outputs as numpy arrays; a row stride is theirs. The last axis must be contiguous. Of `repeat`
+        runs each reads input 1 `advance` bytes further on; `seconds` is the address of their times.
+        """
         request = Request(threads=threads, T=tokens, S=rows, repeat=repeat, tp=1)
         request.shared, request.per_thread = self.calls[index].scratch.shared, self.calls[index].scratch.per_thread
         for values, pointers, strides in (
