@@ -159,9 +159,9 @@ class FrontEnd:
                 live.sequence.finish_reason = "error"
                 group.deliver(live, Delta(finish_reason="error", error=self.failure))
                 continue
+            self._send(Submit(live.request_id, prompt, params))
             self._live[live.request_id] = live
             self._idle.clear()
-            self._send(Submit(live.request_id, prompt, params))
         return group
 
     def abort(self, request_id: str) -> None:

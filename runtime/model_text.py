@@ -54,7 +54,9 @@ class ModelText:
                 "messages",
                 "no_chat_template",
             )
-        return self.tokenizer.encode(self.template.render(messages, **options), add_special_tokens=False)
+        return self.tokenizer.encode(
+            self.template.render(messages, **options), add_special_tokens=False, param="messages"
+        )
 
     def request(self, prompt: list[int], params: SamplingParams, param: str = "prompt") -> Request:
         """A checked request. A completion's text goes on from the prompt's; the answer to `messages` stands alone."""

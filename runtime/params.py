@@ -65,7 +65,7 @@ def check(params: SamplingParams, limits: Limits) -> SamplingParams:
     """The parameters as the core takes them; raises RequestError for a value out of its range."""
     _check_ranges(params)
     _check_tokens(params, limits)
-    _check_stop(params)
+    _check_stop(params, limits)
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
         raise RequestError(f"logprobs is {params.logprobs}; it must be between 0 and {MAX_LOGPROBS}", "logprobs")
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
@@ -95,7 +95,7 @@ def _check_ranges(p: SamplingParams) -> None:
         above = value >= low if inclusive else value > low
         if not (above and value <= high and math.isfinite(value)):
             start = f"at least {low:g}" if inclusive else f"more than {low:g}"
-            end = "" if high in (inf, 2**31 - 1) else f" and at most {high:g}"
+            end = "" if high == inf else f" and at most {high:.10g}"
             raise RequestError(f"{name} is {value}; it must be {start}{end}", name)
 
 
@@ -119,7 +119,7 @@ def _check_tokens(p: SamplingParams, limits: Limits) -> None:
             raise RequestError(f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias")
 
 
-def _check_stop(p: SamplingParams) -> None:
+def _check_stop(p: SamplingParams, limits: Limits) -> None:
     if len(p.stop) > MAX_STOP:
         raise RequestError(f"stop has {len(p.stop)} strings; at most {MAX_STOP} are allowed", "stop")
     for text in p.stop:
@@ -127,14 +127,18 @@ def _check_stop(p: SamplingParams) -> None:
             raise RequestError("stop contains an empty string; every stop string needs at least one character", "stop")
         if len(text) > MAX_STOP_CHARS:
             raise RequestError(f"stop string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed", "stop")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError("stop contains half of a surrogate pair, which is not valid Unicode", "stop")
     if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"stop_token_ids has {len(p.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
             "stop_token_ids",
         )
     for token in p.stop_token_ids:
-        if token < 0:
-            raise RequestError(f"stop_token_ids contains {token}; token ids start at 0", "stop_token_ids")
+        if not 0 <= token < limits.vocab_size:
+            raise RequestError(
+                f"stop_token_ids contains {token}; ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids"
+            )
 
 
 def check_n(n: int) -> int:
@@ -152,7 +156,7 @@ def fit(prompt: list[int], params: SamplingParams, limits: Limits, param: str = 
     n = len(prompt)
     if n == 0:
         raise RequestError(f"{param} is empty: it has no tokens; at least one is needed", param)
-    for token in prompt:
+    for token in (min(prompt), max(prompt)):
         if not 0 <= token < limits.vocab_size:
             raise RequestError(f"{param} has token id {token}; ids go from 0 to {limits.vocab_size - 1}", param)
     if n >= limits.max_seq_len:

@@ -19,6 +19,7 @@ from typing import Protocol
 import tokenizers
 
 from llmc.artifacts.errors import PlanError
+from llmc.runtime.params import RequestError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: Tokens of the prompt that a detokenizer may look back at: enough for a word and its space.
@@ -156,8 +157,15 @@ class Tokenizer:
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._bos = bos
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with `add_special_tokens` BOS comes first where the model wants it, and only once."""
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids; with `add_special_tokens` BOS comes first where the model wants it, and only once.
+
+        Raises RequestError, naming `param`, for a text with half of a surrogate pair in it: no UTF-8 can write it.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{param} is not valid Unicode: {error.reason}", param) from error
         # The batch call lets go of the interpreter lock, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens or self._bos is None:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.runtime.front import Group
 from llmc.runtime.sequence import Delta, TokenEntry
-from llmc.runtime.server.errors import ApiError, ErrorBody, error_json
+from llmc.runtime.server.errors import ApiError, ClientGone, ErrorBody, error_json
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -59,10 +59,6 @@ class Collected:
     def text(self) -> str:
         """All of its text."""
         return "".join(self.parts)
-
-
-class ClientGone(Exception):
-    """The client closed its connection; nobody reads an answer any more."""
 
 
 async def _disconnected(receive: Receive) -> None:

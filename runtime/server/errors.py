@@ -29,6 +29,10 @@ class ErrorBody(msgspec.Struct):
     code: str | None = None
 
 
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads an answer any more."""
+
+
 class ApiError(Exception):
     """An answer other than 200. `status` from 500 on is the server's fault, below it the request's."""
 
@@ -46,7 +50,13 @@ def _type_of(status: int) -> str:
 
 def error_json(body: ErrorBody) -> bytes:
     """The JSON of an error object."""
+    # A request can name half of a surrogate pair, which no UTF-8 can repeat.
+    body = ErrorBody(*(_printable(getattr(body, name)) for name in body.__struct_fields__))
     return msgspec.json.encode({"error": body})
+
+
+def _printable(text: str | None) -> str | None:
+    return None if text is None else text.encode(errors="replace").decode()
 
 
 def _response(error: ApiError) -> Response:
@@ -94,6 +104,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
         return _response(error)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=499)  # for the log; nobody receives it
 
     @app.exception_handler(RequestError)
     async def request(_: Request, error: RequestError) -> Response:

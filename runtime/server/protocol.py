@@ -9,6 +9,7 @@ no effect: it is a label for the provider's own records.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -59,6 +60,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls", "reasoning_content")
 
 
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -80,7 +84,7 @@ class _Strict(BaseModel):
                     "{param} is not supported by this server; leave it out"
                     if known
                     else "unknown parameter {param}; leave it out",
-                    {"param": name},
+                    {"param": name.encode(errors="replace").decode()},
                 )
         return given
 
@@ -146,11 +150,10 @@ class SamplingRequest(_Strict):
 
 
 def _token_ids(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        bad = next(token for token in bias if not token.lstrip("-").isdecimal())
-        raise RequestError(f"logit_bias has the key {bad!r}; keys must be token ids", "logit_bias") from None
+    for token in bias:
+        if not _TOKEN_ID.fullmatch(token):
+            raise RequestError(f"logit_bias has the key {token[:40]!r}; keys must be token ids", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
 
 
 class CompletionRequest(SamplingRequest):

@@ -1,9 +1,12 @@
 """What cannot be honoured is refused, in OpenAI's error shape, naming the parameter. Nothing is ignored."""
 
+import json
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmc.runtime.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.unit.runtime.servers import Server
@@ -158,6 +161,40 @@ def test_another_path_and_method(server: Server) -> None:
     response = server.http.get("/v1/completions")
     assert response.status_code == 405
     assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+TEXT = st.text(st.characters(), max_size=5)
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+ODD = [10**30, -1, "\ud800", "", [], {}, [10**30], ["\ud800"], {"9" * 5000: 1}, {"-1": 0}, {"1_0": 0}, {"\ud800": 1}]
+
+#: Without "prompt": of the fake core's token ids, some make it hang or die.
+FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "\ud800"} - {"prompt"})
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.sampled_from(FIELDS), JSON)
+def test_no_value_makes_the_server_fail(server: Server, name: str, value: Any) -> None:
+    post(server, name, value)
+
+
+@pytest.mark.parametrize("name", sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "x"}))
+def test_no_odd_value_makes_the_server_fail(server: Server, name: str) -> None:
+    for value in ODD:
+        post(server, name, value)
+
+
+def post(server: Server, name: str, value: Any) -> None:
+    for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        body = json.dumps({**base, "max_tokens": 1, name: value})
+        headers = {"Content-Type": "application/json"}
+        response = server.http.post(path, content=body, headers=headers)
+        assert response.status_code in (200, 400, 404), (body, response.text)
+        if response.status_code != 200:
+            assert response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
