@@ -122,9 +122,13 @@ class Checkpoint:
 
     def model_info(self) -> ModelInfo:
         """What the runtime must know; `eos_token_ids` is sorted."""
-        config = self.hf_config().get_text_config().to_dict()
+        config = self.hf_config().get_text_config()  # its attributes have one name in all families
         tokenizer = self._tokenizer
-        ends = _ids(config.get("eos_token_id")) | _ids(self.generation_config.get("eos_token_id")) | tokenizer.eos
+        ends = (
+            _ids(getattr(config, "eos_token_id", None))
+            | _ids(self.generation_config.get("eos_token_id"))
+            | tokenizer.eos
+        )
         vocab_size = _required(self.path, config, "vocab_size")
         return ModelInfo(
             name=self.name,
@@ -134,7 +138,7 @@ class Checkpoint:
             vocab_size=vocab_size,
             max_position_embeddings=_required(self.path, config, "max_position_embeddings"),
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
-            bos_token_id=next(iter(sorted(_ids(config.get("bos_token_id")) or tokenizer.bos)), None),
+            bos_token_id=next(iter(sorted(_ids(getattr(config, "bos_token_id", None)) or tokenizer.bos)), None),
             add_bos=tokenizer.add_bos,
         )
 
@@ -207,8 +211,8 @@ def _ids(value: Any) -> frozenset[int]:
     return frozenset(int(v) for v in values if v is not None)
 
 
-def _required(path: Path, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
+def _required(path: Path, config: Any, key: str) -> int:
+    value = getattr(config, key, None)
     if not isinstance(value, int):
         raise CheckpointError(f"{path}: config.json: {key} is {value!r}, a whole number is needed")
     return value

@@ -118,6 +118,11 @@ def test_model_info_unites_the_ends_of_all_three_files(saved: Path, tmp_path: Pa
     assert (info.vocab_size, info.max_position_embeddings, info.bos_token_id, info.add_bos) == (300, 256, 0, True)
 
 
+def test_model_info_knows_fields_by_their_family_names(tmp_path: Path) -> None:
+    info = open_checkpoint(save_checkpoint(tmp_path, "gpt2")).model_info()
+    assert (info.max_position_embeddings, info.vocab_size) == (256, 300)  # n_positions of GPT-2
+
+
 def test_the_chat_template_comes_from_either_file(saved: Path, tmp_path: Path) -> None:
     assert open_checkpoint(saved).chat_template == CHAT_TEMPLATE
     copy = shutil.copytree(saved, tmp_path / "copy")

@@ -1,0 +1,74 @@
+"""The calibration table: bytes there and back, and refused when it is not one or of another checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges, read_table
+from llmc.artifacts.errors import CheckpointError, UsageError
+
+DATA = CalibrationData("written by the model itself", "b" * 64, 8, 2048, 0)
+THIRD = float(np.float32(1 / 3))
+TABLE = CalibrationTable(
+    "a" * 64, "0.47.0", "max", DATA, {"m.b": Ranges(0.5, (THIRD, 0.0)), "m.a": Ranges(2.0, (3.0,))}
+)
+amax = st.floats(0, 2.0**127, width=32)
+
+
+@given(st.dictionaries(st.text(), st.builds(Ranges, amax, st.lists(amax, min_size=1).map(tuple))))
+def test_every_table_reads_back_the_same(tensors: dict[str, Ranges]) -> None:
+    table = CalibrationTable("a" * 64, "0.47.0", 'say "max"', DATA, tensors)
+    assert CalibrationTable.from_json(table.to_json()) == table
+
+
+def test_bytes_do_not_depend_on_the_order_of_modules() -> None:
+    turned = CalibrationTable("a" * 64, "0.47.0", "max", DATA, dict(reversed(list(TABLE.tensors.items()))))
+    assert turned.to_json() == TABLE.to_json()
+    assert b'"m.a": {"input_amax":2.0,"weight_amax":[3.0]},\n' in TABLE.to_json()
+
+
+def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
+    TABLE.check("a" * 64)
+    with pytest.raises(CheckpointError, match=r"a{64}.*c{64}"):
+        TABLE.check("c" * 64)
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    assert TABLE.ranges("m.a").input_amax == 2
+    with pytest.raises(UsageError, match=r"'m\.c'"):
+        TABLE.ranges("m.c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "version 2, this llmc reads version 1"),
+        ({"checkpoint": 7}, "checkpoint is 7"),
+        ({"data": None}, "data is None"),
+        ({"data": {"source": "x"}}, "sha256 is None"),
+        ({"tensors": []}, "tensors is"),
+        ({"tensors": {"m.a": 1}}, "m.a"),
+        ({"tensors": {"m.a": {"input_amax": -1, "weight_amax": [1]}}}, r"m\.a\.input_amax is -1"),
+        ({"tensors": {"m.a": {"input_amax": float("nan"), "weight_amax": [1]}}}, r"m\.a\.input_amax is nan"),
+        ({"tensors": {"m.a": {"input_amax": 1, "weight_amax": []}}}, "weight_amax is empty"),
+        ({"tensors": {"m.a": {"input_amax": 1, "weight_amax": ["1"]}}}, r"m\.a\.weight_amax is '1'"),
+    ],
+)
+def test_a_damaged_field_is_named(changes: dict[str, Any], words: str) -> None:
+    raw = json.dumps(json.loads(TABLE.to_json()) | changes).encode()
+    with pytest.raises(UsageError, match=words):
+        CalibrationTable.from_json(raw)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"])
+def test_other_files_are_no_tables(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_bytes(raw)
+    with pytest.raises(UsageError, match=r"table\.json"):
+        read_table(tmp_path / "table.json")
+    with pytest.raises(UsageError, match=r"nowhere\.json: cannot be read"):
+        read_table(tmp_path / "nowhere.json")
