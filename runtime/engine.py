@@ -60,24 +60,31 @@ class Answer:
 
 
 class Engine:
-    """A loaded plan. Raises LlmcError when it cannot be loaded; `close` (or leaving `with`) ends its processes."""
+    """A loaded plan. Raises LlmcError when it cannot be loaded; `close` (or leaving `with`) ends its processes.
+
+    The options are those of `CoreOptions`. `core_command` stands in for the core's process in tests.
+    """
 
     def __init__(
         self,
         plan: str | Path | Plan,
         *,
         kv_bytes: int | None = None,
+        num_blocks: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         threads: int | None = None,
+        prefix_cache: bool = True,
         core_command: Seq[str] | None = None,
     ) -> None:
         opened = plan if isinstance(plan, Plan) else Plan.open(plan)
         options = CoreOptions(
             kv_bytes=kv_bytes,
+            num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
+            prefix_cache=prefix_cache,
         )
         self.plan = opened
         self._loop = asyncio.new_event_loop()

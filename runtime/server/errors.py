@@ -51,8 +51,8 @@ def _type_of(status: int) -> str:
 def error_json(body: ErrorBody) -> bytes:
     """The JSON of an error object."""
     # A request can name half of a surrogate pair, which no UTF-8 can repeat.
-    body = ErrorBody(*(_printable(getattr(body, name)) for name in body.__struct_fields__))
-    return msgspec.json.encode({"error": body})
+    printable = {name: _printable(value) for name, value in msgspec.structs.asdict(body).items()}
+    return msgspec.json.encode({"error": printable})
 
 
 def _printable(text: str | None) -> str | None:
