@@ -1,40 +1,23 @@
-"""The one table from ATen operators to primitives.
+"""From ATen operators that compute to primitives.
 
-Comes in: an `Emitter` and a traced node's arguments. Goes out: `TABLE`, operator name -> translation. Must not know:
-model families. A translation gets the arguments as the operator's schema names them, with values of our graph and
-constants for tensors, and returns a value (a tuple of values where the operator has several results).
+Comes in: an `Emitter` and a traced node's arguments. Goes out: `TABLE`. Must not know: model families.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from llmc.artifacts.types import Dim, TensorType
+from llmc.artifacts.types import Dim
 from llmc.builder.trace.emitter import Emitter, Name, Value
+from llmc.builder.trace.shapes import reshape
+from llmc.builder.trace.table import IDENTITIES, Table, Translation, entering
 
-Translation = Callable[..., Value | tuple[Value, ...]]
-TABLE: dict[str, Translation] = {}
-
-#: Operators that compute nothing in evaluation mode, or only on the host.
-IDENTITIES = frozenset(
-    {"contiguous", "clone", "detach", "detach_", "alias", "dropout", "dropout_", "native_dropout", "lift_fresh",
-     "lift_fresh_copy", "positive", "feature_dropout"}
-)  # fmt: skip
-
-
-def aten(*names: str) -> Callable[[Translation], Translation]:
-    """Enters a translation for `name` or `name.overload`; the latter is looked up first."""
-
-    def enter(translation: Translation) -> Translation:
-        for name in names:
-            TABLE[name] = translation
-        return translation
-
-    return enter
+TABLE: Table = {}
+aten = entering(TABLE)
 
 
 @aten(*sorted(IDENTITIES))
@@ -135,6 +118,24 @@ def _clamp(
 def _leaky_relu(e: Emitter, self: Value, negative_slope: float = 0.01) -> Value:
     x = e.value(self)
     return e.emit("maximum" if negative_slope <= 1 else "minimum", [x, binary(e, "mul", x, negative_slope)])
+
+
+@aten("softplus")
+def _softplus(e: Emitter, self: Value, beta: float = 1, threshold: float = 20) -> Value:
+    """max(x, 0) + log(1 + exp(-|x|)), which is what the threshold is there to approximate."""
+    x = e.value(self) if beta == 1 else binary(e, "mul", self, beta)
+    small = e.emit("exp", [e.emit("neg", [e.emit("abs", [x])])])
+    out = e.emit("add", [e.emit("relu", [x]), e.emit("log", [binary(e, "add", small, 1.0)])])
+    return out if beta == 1 else binary(e, "div", out, beta)
+
+
+@aten("elu")
+def _elu(e: Emitter, self: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
+    if (scale, input_scale) != (1, 1):
+        raise e.unsupported(f"scale={scale} and input_scale={input_scale} have no translation")
+    x = e.value(self)
+    below = binary(e, "sub", e.emit("exp", [binary(e, "minimum", x, 0.0)]), 1.0)
+    return e.emit("add", [e.emit("relu", [x]), binary(e, "mul", below, alpha)])
 
 
 # -- reductions
@@ -266,121 +267,3 @@ def _attention(e: Emitter, q: Value, k: Value, v: Value, layer: int, scale: floa
     _, kv_heads, _, head_dim = e.types[inputs[1]].shape
     return e.emit("attention", inputs, layer=layer, scale=scale, window=window, softcap=softcap, kv_heads=kv_heads,
                   head_dim=head_dim, v_dim=e.types[inputs[2]].shape[3])  # fmt: skip
-
-
-# -- shapes
-
-
-def reshape(e: Emitter, x: Name, shape: tuple[Dim, ...], stem: str | None = None) -> Name:
-    """The value in another shape; itself where it has that already."""
-    return x if e.types[x].shape == shape else e.emit("reshape", [x], stem, shape=shape)
-
-
-@aten("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
-def _view(e: Emitter, self: Value, **options: Any) -> Value:
-    assert e.at is not None
-    return reshape(e, e.value(self), e.kind(e.at).shape)
-
-
-@aten("expand", "expand_as", "broadcast_to")
-def _expand(e: Emitter, self: Value, **options: Any) -> Value:
-    assert e.at is not None
-    x, shape = e.value(self), e.kind(e.at).shape
-    return x if e.types[x].shape == shape else e.emit("broadcast", [x], shape=shape)
-
-
-@aten("repeat_interleave.self_int")
-def _repeat_interleave(e: Emitter, self: Value, repeats: int, dim: int | None = None, **options: Any) -> Value:
-    x = e.value(self)
-    shape = e.types[x].shape
-    if dim is None or not isinstance(repeats, int) or isinstance(shape[dim], str):
-        raise e.unsupported("only an axis of fixed size can be repeated")
-    axis = dim % len(shape)
-    apart = reshape(e, x, (*shape[: axis + 1], 1, *shape[axis + 1 :]))
-    wide = e.emit("broadcast", [apart], shape=(*shape[: axis + 1], repeats, *shape[axis + 1 :]))
-    return reshape(e, wide, (*shape[:axis], _number(shape[axis]) * repeats, *shape[axis + 1 :]))
-
-
-def _number(dim: Dim) -> int:
-    assert isinstance(dim, int)
-    return dim
-
-
-@aten("permute", "transpose", "t", "movedim", "swapaxes", "numpy_T", "mT")
-def _permute(e: Emitter, self: Value, dims: Sequence[int] | None = None, dim0: int | None = None,
-             dim1: int | None = None, **options: Any) -> Value:  # fmt: skip
-    x = e.value(self)
-    rank = e.types[x].rank
-    perm = list(range(rank))
-    if dims is not None:
-        perm = [d % rank for d in dims]
-    elif dim0 is not None and dim1 is not None:
-        perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
-    elif rank == 2 and not options:
-        perm = [1, 0]
-    else:
-        raise e.unsupported("this order of axes has no translation")
-    turned = e.transposed(x) if perm == [1, 0] else None
-    return turned or (x if perm == sorted(perm) else e.emit("transpose", [x], perm=tuple(perm)))
-
-
-@aten("cat", "concat")
-def _cat(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
-    values = [e.value(t) for t in tensors]
-    return values[0] if len(values) == 1 else e.emit("concat", values, axis=dim)
-
-
-@aten("stack")
-def _stack(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
-    values = [e.value(t) for t in tensors]
-    shape = e.types[values[0]].shape
-    axis = dim % (len(shape) + 1)
-    return e.emit("concat", [reshape(e, v, (*shape[:axis], 1, *shape[axis:])) for v in values], axis=axis)
-
-
-@aten("slice")
-def _slice(e: Emitter, self: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
-    x = e.value(self)
-    shape = e.types[x].shape
-    axis, size = dim % len(shape), shape[dim]
-    if isinstance(size, str):
-        if start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end > 1 << 40)):
-            return x
-        raise e.unsupported("it cuts the tokens")
-    low, high, _ = slice(start, end, step).indices(size)
-    return cut(e, x, axis, low, high, step)
-
-
-def cut(e: Emitter, x: Name, axis: int, start: int, stop: int, step: int = 1) -> Name:
-    """Entries start:stop:step of an axis; the value itself where that is all of them."""
-    whole = (start, stop, step) == (0, e.types[x].shape[axis], 1)
-    return x if whole else e.emit("slice", [x], axis=axis, start=start, stop=stop, step=step)
-
-
-@aten("select.int")
-def _select(e: Emitter, self: Value, dim: int, index: Any) -> Value:
-    assert e.at is not None
-    x = e.value(self)
-    shape = e.types[x].shape
-    size = shape[dim]
-    if isinstance(size, str) or not isinstance(index, int):
-        raise e.unsupported("it picks single tokens")
-    piece = cut(e, x, dim % len(shape), index % size, index % size + 1)
-    return reshape(e, piece, e.kind(e.at).shape)
-
-
-@aten("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "tensor_split")
-def _split(e: Emitter, self: Value, dim: int = 0, **options: Any) -> tuple[Value, ...]:
-    """Consecutive pieces, as wide as the tracer found them."""
-    assert e.at is not None
-    x = e.value(self)
-    axis, start, pieces = dim % e.types[x].rank, 0, []
-    dropped = str(e.at.target).split(".")[1] == "unbind"
-    for piece in e.at.meta["val"]:
-        width = 1 if dropped else piece.shape[axis]
-        if not isinstance(width, int):
-            raise e.unsupported("it divides the tokens")
-        part = cut(e, x, axis, start, start + width)
-        pieces.append(reshape(e, part, TensorType(e.types[x].dtype, e.shape(piece)).shape))
-        start += width
-    return tuple(pieces)

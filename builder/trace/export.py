@@ -56,22 +56,13 @@ class _ParametersOnMeta(TorchFunctionMode):
 class _Ragged(torch.nn.Module):
     """The model as a function of ids, positions and the rows whose logits are wanted."""
 
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any], keeps: bool) -> None:
+    def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self._options = options
-        self._keeps = keeps
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        options = {**self._options, "logits_to_keep": rows} if self._keeps else self._options
-        if self._keeps:
-            return self.model(input_ids=ids, position_ids=positions, **options).logits
-        head = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, rows], *inputs[1:]))
-        try:
-            return self.model(input_ids=ids, position_ids=positions, **options).logits
-        finally:
-            handle.remove()
+        return self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **self._options).logits
 
 
 def export(config: PretrainedConfig) -> Exported:
@@ -81,21 +72,28 @@ def export(config: PretrainedConfig) -> Exported:
         raise UnsupportedError(f"transformers has no causal language model of model_type {config.model_type!r}")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError("config.json: quantization_config: give the checkpoint before quantization")
-    with no_init_weights(), _ParametersOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION).eval()
-    buffers = dict(model.named_buffers())
-    model.to("meta")
-    model.tie_weights()
-    names = _names(model)
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
     try:
+        with no_init_weights(), _ParametersOnMeta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+            ).eval()
+        buffers = dict(model.named_buffers())
+        model.to("meta")
+        model.tie_weights()
+        names = _names(model)
         program = _export(model)
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be traced with ragged tokens: {_reason(error)}"
-        ) from error
+        reason = "its attention cannot be replaced" if error.args == (IMPLEMENTATION,) else _reason(error)
+        raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {reason}") from error
     return Exported(program, type(model).__name__, buffers, names, model.base_model_prefix)
+
+
+def _name_of(kind: Any) -> str:
+    """The class that a config maps to; some map to several."""
+    return getattr(kind, "__name__", str(kind))
 
 
 def _reason(error: Exception) -> str:
@@ -116,14 +114,17 @@ def _names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _export(model: Any) -> torch.export.ExportedProgram:
     accepted = inspect.signature(model.forward).parameters
-    if "position_ids" not in accepted:
-        raise UnsupportedError(
-            f"{type(model).__name__} takes no position_ids, so tokens of several sequences cannot share a step"
-        )
-    wanted = {"use_cache": False, "return_dict": True}
+    needed = {
+        "position_ids": "so tokens of several sequences cannot share a step",
+        "logits_to_keep": "so the rows whose logits are wanted cannot be chosen",
+    }
+    for name, consequence in needed.items():
+        if name not in accepted:
+            raise UnsupportedError(f"{type(model).__name__} takes no {name}, {consequence}")
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    wanted = {"use_cache": False, "return_dict": True}
     options = {name: value for name, value in wanted.items() if name in accepted or anything}
-    wrapper = _Ragged(model, options, "logits_to_keep" in accepted).eval()
+    wrapper = _Ragged(model, options).eval()
     tokens, rows = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("T", "S"))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))

@@ -18,9 +18,13 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError
 from llmc.builder.operators import ALL
-from llmc.builder.trace.aten import IDENTITIES, TABLE
+from llmc.builder.trace import aten, shapes
 from llmc.builder.trace.emitter import Emitter, Name, Value
 from llmc.builder.trace.export import Exported, export, module_path, own_name
+from llmc.builder.trace.table import IDENTITIES, Table
+
+#: Every operator that can be translated.
+TABLE: Table = {**aten.TABLE, **shapes.TABLE}
 
 #: Operators that the tracer adds or that only check; no runner executes them.
 _CHECKS = re.compile(r"_assert|sym_|_functional_assert")
@@ -77,19 +81,30 @@ def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None)
 
 
 def _walk(exported: Exported, emitter: Emitter) -> tuple[str, ...]:
-    """Translates every node in order; returns the names of the outputs."""
+    """Translates every node that the logits depend on, in order; returns the names of the outputs."""
     values: dict[str, Any] = _sources(exported, emitter)
+    live = _live(exported.program.graph)
     for node in exported.program.graph.nodes:
         emitter.at = node
         if node.op == "output":
             (logits,) = (values[a.name] for a in node.args[0])
             return (emitter.value(logits),)
-        if node.op != "call_function" or _CHECKS.search(str(node.target)) or isinstance(
-            node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
-        ):  # fmt: skip
-            continue
-        values[node.name] = _translate(emitter, node, values)
+        number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+        if node.op == "call_function" and node in live and not number:
+            values[node.name] = _translate(emitter, node, values)
     raise UnsupportedError(f"{exported.architecture} returns nothing")
+
+
+def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes that the output depends on: models make masks and positions that nobody reads then."""
+    live: set[torch.fx.Node] = set()
+    wanted = [node for node in graph.nodes if node.op == "output"]
+    while wanted:
+        node = wanted.pop()
+        if node not in live:
+            live.add(node)
+            wanted += node.all_input_nodes
+    return live
 
 
 def _sources(exported: Exported, emitter: Emitter) -> dict[str, Any]:

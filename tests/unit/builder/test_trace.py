@@ -144,7 +144,7 @@ def test_buffers_have_the_values_of_the_model() -> None:
     np.testing.assert_array_equal(result.buffers[name], model.get_buffer(name).numpy())
 
 
-# -- what cannot be traced
+# -- models that no family has: llama with another function between its projections
 
 
 def _with_forward(monkeypatch: pytest.MonkeyPatch, module: str, cls: str, forward: Callable[..., Any]) -> None:
@@ -160,6 +160,51 @@ def _mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
         return self.down_proj(change(self.gate_proj(x)) * self.up_proj(x))
 
     return forward
+
+
+F = torch.nn.functional
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place": lambda x: x.clone().mul_(2.0).add_(1.0),
+    "scaled sums": lambda x: torch.add(x, x.tanh(), alpha=0.5) - torch.rsub(x.abs(), 2.0) / 3,
+    "softplus": F.softplus,
+    "softplus of beta": lambda x: F.softplus(x, beta=2.0),
+    "mish": lambda x: x * F.softplus(x).tanh(),
+    "elu": F.elu,
+    "leaky relu": F.leaky_relu,
+    "clamp": lambda x: x.clamp(-0.5, 0.7) + x.clamp(min=0.1) + F.hardtanh(x) + F.relu6(x),
+    "gelus": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"),
+    "softmax": lambda x: x.softmax(-1) * 100,
+    "rms norm": lambda x: F.rms_norm(x, (100,), eps=1e-5),
+    "layer norm without weights": lambda x: F.layer_norm(x, (100,)),
+    "reductions": lambda x: x - x.mean(-1, keepdim=True) + x.amax(-1, keepdim=True) * x.sum(-1)[..., None],
+    "strided slices": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2),
+    "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
+    "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
+    "repeated": lambda x: x[..., :50].repeat_interleave(2, dim=-1),
+    "transposed": lambda x: (x.unflatten(-1, (4, 25)).permute(2, 0, 3, 1) * 2.0).permute(1, 3, 0, 2).flatten(2),
+    "mixed axes": lambda x: x.unflatten(-1, (4, 25)).transpose(2, 3).reshape(1, x.shape[1], 100),
+    "expanded": lambda x: x[..., :10, None].expand(-1, -1, -1, 10).reshape(1, -1, 100) + x[..., :1].expand_as(x),
+    "outer product": lambda x: (x[..., :10, None] @ x[..., None, 10:20]).flatten(2),
+    "matrix product": lambda x: (x.unflatten(-1, (10, 10)) @ x.unflatten(-1, (10, 10)).transpose(2, 3)).flatten(2),
+    "constants of its own": lambda x: x * torch.arange(100, device=x.device).float().exp2().log1p() * torch.tensor(0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_unknown_functions_are_translated(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    _with_forward(monkeypatch, "modeling_llama", "LlamaMLP", _mlp(CHANGES[change]))
+    model = tiny_model("llama", num_hidden_layers=1)
+    result = trace_model(tiny_config("llama", num_hidden_layers=1))
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompts()[1]]), use_cache=False).logits[0].numpy()
+    for graph in (result.graph, canonicalize(result.graph)[0]):
+        batch = Batch(graph, [6])
+        (logits,) = run(graph, *batch.step([prompts()[1]], rows="all"), params_of(model, result.buffers))
+        np.testing.assert_allclose(logits.reshape(-1, VOCAB), wanted, rtol=1e-4, atol=1e-4)
+
+
+# -- what cannot be traced
 
 
 @pytest.mark.parametrize(
