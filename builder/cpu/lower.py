@@ -16,15 +16,13 @@ from llmc.builder.cpu.arena import Arena, Life, aligned, plan_memory
 from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgram
 from llmc.builder.cpu.views import Alias, resolve, width
 from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.passes.views import SILENT
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
 from llmc.plugins import cpu_launch
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Scratch
 from llmc.plugins.paged_attention.cpu import layer_bytes
 from llmc.profiles import TargetDescription
-
-#: Nodes that compute nothing: sources and views.
-_SILENT = frozenset({"input", "param", "const", "reshape", "slice"})
 
 
 def lower(
@@ -114,7 +112,7 @@ class _Rank:
             max_sequences=self.profile.max_num_seqs,
             max_context=self.profile.max_seq_len,
         )
-        return [_Bound(node, self._call(node, env)) for node in self.graph if node.op not in _SILENT]
+        return [_Bound(node, self._call(node, env)) for node in self.graph if node.op not in SILENT]
 
     def _call(self, node: Node, env: KernelEnv) -> CpuCall:
         inputs = [self.types[name] for name in node.inputs]

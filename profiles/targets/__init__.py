@@ -23,7 +23,8 @@ _DEFAULTS = {"cpu": "x86-64-v3"}
 @dataclass(frozen=True)
 class TargetDescription:
     """`cxx_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show; `lanes`:
-    floats in a vector; `caches` bytes a core (l3: shared) of a small member of the family; `block_sizes` of the KV kernels.
+    floats in a vector; `caches`: bytes a core (l3: of all cores) of a small member of the family; `block_sizes`: of
+    the KV kernels.
     """
 
     kind: str

@@ -1,0 +1,330 @@
+"""From a checkpoint to a sealed plan: the stages of a build, one after the other.
+
+Comes in: a `Checkpoint`, options, for fp8 a calibration table. Goes out: `engine.plan` and a `BuildReport`; or with
+`dry_run` the memory arithmetic alone. Must not know: how tables are made, how an engine is run, the command line.
+
+    checkpoint -> trace -> passes -> lower -> compile -> weights -> plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import resource
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc import __version__
+from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.errors import CheckpointError
+from llmc.artifacts.plan import PlanWriter, encode_manifest
+from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, RankProgram, ShapeProfile
+from llmc.builder import pipeline
+from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.cpu.cache import ObjectCache, default_folder
+from llmc.builder.cpu.compile import Compiler
+from llmc.builder.cpu.emit import emit
+from llmc.builder.cpu.lower import lower
+from llmc.builder.cpu.program import Lowered, Program
+from llmc.builder.cpu.toolchain import find_compiler
+from llmc.builder.memory import MemoryPlan, memory_plan
+from llmc.builder.pipeline import Compiled, CompileOptions
+from llmc.builder.progress import Progress
+from llmc.builder.report import BuildReport
+from llmc.builder.trace import Traced, trace
+from llmc.builder.verify import Verifier
+from llmc.builder.weights.placement import Member
+from llmc.builder.weights.recipe import Buffer, Load, evaluate, parse
+from llmc.builder.weights.stream import write_weights
+from llmc.profiles import TargetDescription, load_profile, load_target
+
+__all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_plan", "dry_run"]
+
+#: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
+ABI_VERSION = 1
+SHARED = "weights/shared.bin"
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What is built: `precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 (None: f32 for fp32, else bf16); `profile` and
+    `target` by name. How: `verify_passes` by the interpreter, `cxx` the compiler, `workers` translation units at once,
+    `cache` of object files. The plan's bytes depend on the first group and on the compiler's version.
+    """
+
+    precision: str = "bf16"
+    tp: int = 1
+    profile: str = "chat"
+    target: str = "cpu"
+    kv_dtype: str | None = None
+    fp8_activations: str = "static"
+    verify_passes: bool = False
+    cxx: str = "g++"
+    workers: int | None = None
+    cache: bool = True
+
+
+#: Runs a sealed plan and returns sections to add to it (name -> bytes).
+SelfTest = Callable[[Path], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What the front half of a build makes."""
+
+    traced: Traced
+    compiled: Compiled
+    lowered: Lowered
+
+
+class _Weights:
+    """Where recipes read: the checkpoint, and the constants that the traced model computed for itself."""
+
+    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray]) -> None:
+        self._checkpoint, self._buffers = checkpoint, buffers
+
+    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+        if isinstance(leaf, Buffer):
+            return self._buffers[leaf.name].shape
+        return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        return self._checkpoint.read(name, start, stop)
+
+    def buffer(self, name: str) -> np.ndarray:
+        return self._buffers[name]
+
+
+def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
+    """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
+    target = load_target(options.target)
+    profile = _profile(checkpoint, options, target)
+    # The scales of activations are constants of the code: where they come from changes no size.
+    options = dataclasses.replace(options, fp8_activations="dynamic", verify_passes=False)
+    front = _front(checkpoint, options, None, profile, target, Progress())
+    return memory_plan(front.lowered, checkpoint.name, options.precision)
+
+
+def compile_plan(
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    table: CalibrationTable | None,
+    out: Path,
+    progress: Progress,
+    self_test: SelfTest | None = None,
+) -> BuildReport:
+    """Writes the plan. `table` is needed for fp8 with static activations. `self_test` is given the sealed plan before
+    it stands at `out`. Raises LlmcError; nothing stands at `out` then that was not there before.
+    """
+    target = load_target(options.target)
+    profile = _profile(checkpoint, options, target)
+    toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
+    if table is not None:
+        table.check(checkpoint.digest)
+    front = _front(checkpoint, options, table, profile, target, progress)
+    compiler = Compiler(toolchain, target, ObjectCache(default_folder()) if options.cache else None, options.workers)
+    sources = [emit(front.lowered, program.rank) for program in front.lowered.programs]
+    with progress.stage("compile", compiler.units(sources)) as done:
+        codes = compiler.libraries(sources, done)
+    compiler_bytes = _peak(resource.RUSAGE_CHILDREN)
+    memory = memory_plan(front.lowered, checkpoint.name, options.precision)
+    with PlanWriter(out) as writer:
+        for program, code in zip(front.lowered.programs, codes, strict=True):
+            writer.add(f"graph/rank{program.rank}.ir", str(program.graph).encode())
+            writer.add(f"code/rank{program.rank}.so", code)
+        _write_weights(writer, front, _Weights(checkpoint, front.traced.buffers), progress)
+        for name, data in _texts(checkpoint, table, memory, front).items():
+            writer.add(name, data)
+        build = _build_info(options, front, table, compiler)
+        with progress.stage("seal"):
+            manifest = writer.seal(_manifest(checkpoint, front, build))
+        extra = dict(self_test(writer.temporary)) if self_test else {}
+        if extra:
+            manifest = writer.amend(extra)
+        writer.publish()
+    quality = json.loads(extra["quality.json"]) if "quality.json" in extra else {}
+    return _report(out, manifest, memory, front, progress, compiler_bytes, quality)
+
+
+def _profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
+    return load_profile(options.profile, checkpoint.model_info().max_position_embeddings, target)
+
+
+def _front(
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    table: CalibrationTable | None,
+    profile: ShapeProfile,
+    target: TargetDescription,
+    progress: Progress,
+) -> _Front:
+    with progress.stage("trace"):
+        traced = trace(checkpoint)
+    verifier = None
+    if options.verify_passes:
+        source = _Weights(checkpoint, traced.buffers)
+        verifier = Verifier(cache(lambda recipe: evaluate(parse(recipe), source)))
+    with progress.stage("passes"):
+        compiled = pipeline.run(
+            traced.graph,
+            CompileOptions(
+                precision=options.precision,
+                kv_dtype=options.kv_dtype,
+                tp=options.tp,
+                table=table,
+                fp8_activations=options.fp8_activations,
+                verifier=verifier,
+            ),
+        )
+    with progress.stage("lower"):
+        lowered = lower(compiled.graphs, profile, target, compiled.kv_dtype, compiled.vocab)
+    vocab_size = checkpoint.model_info().vocab_size
+    if lowered.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json: vocab_size is {vocab_size}, the model returns {lowered.vocab_size} logits"
+        )
+    return _Front(traced, compiled, lowered)
+
+
+def _write_weights(writer: PlanWriter, front: _Front, source: _Weights, progress: Progress) -> None:
+    members: dict[str, Member] = {f"weights/rank{p.rank}.bin": p.weights for p in front.lowered.programs}
+    if front.lowered.shared.nbytes:
+        members[SHARED] = front.lowered.shared
+    with progress.stage("weights", sum(member.nbytes for member in members.values())) as done:
+        before = 0
+
+        def advance(written: int) -> None:
+            done(before + written)
+
+        for name, member in members.items():
+            with writer.section(name) as sink:
+                write_weights(member, source, sink, advance)
+            before += member.nbytes
+
+
+def _texts(
+    checkpoint: Checkpoint, table: CalibrationTable | None, memory: MemoryPlan, front: _Front
+) -> dict[str, bytes]:
+    """The small sections."""
+    launches = Counter(launch.node.op for launch in front.lowered.programs[0].ranges[0].launches)
+    report = {"memory": dataclasses.asdict(memory), "launches": dict(sorted(launches.items()))}
+    texts = {
+        "config.json": _json(checkpoint.config),
+        "tokenizer/tokenizer.json": bytes(checkpoint.tokenizer_json),
+        "tokenizer/tokenizer_config.json": _json(checkpoint.tokenizer_config),
+        "tokenizer/generation_config.json": _json(checkpoint.generation_config),
+        "report.json": _json(report),
+    }
+    if checkpoint.chat_template is not None:
+        texts["tokenizer/chat_template.jinja"] = checkpoint.chat_template.encode()
+    if table is not None:
+        texts["calibration.json"] = table.to_json()
+    return texts
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def _build_info(options: BuildOptions, front: _Front, table: CalibrationTable | None, compiler: Compiler) -> BuildInfo:
+    kv_dtype = front.compiled.kv_dtype
+    config: dict[str, object] = {
+        "precision": options.precision,
+        "kv_dtype": kv_dtype,
+        "tp": options.tp,
+        "profile": front.lowered.profile.name,
+        "target": str(front.lowered.target),
+    }
+    libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
+    if options.precision == "fp8":
+        config["fp8_activations"] = options.fp8_activations
+    if table is not None:
+        libraries["nvidia-modelopt"] = table.modelopt
+    return BuildInfo(
+        compiler=f"llmc {__version__}",
+        toolchain=compiler.toolchain.version,
+        flags=compiler.flags,
+        precision=options.precision,
+        kv_dtype=kv_dtype,
+        tp=options.tp,
+        config=config,
+        libraries=libraries,
+        passes=front.compiled.reports,
+        launches_eager=front.traced.eager_launches,
+        launches_eager_per_layer=front.traced.eager_launches_per_layer,
+    )
+
+
+def _manifest(checkpoint: Checkpoint, front: _Front, build: BuildInfo) -> Manifest:
+    lowered = front.lowered
+    return Manifest(
+        format=FORMAT_VERSION,
+        checkpoint=checkpoint.pin(),
+        target=lowered.target.fingerprint,
+        model=checkpoint.model_info(),
+        profile=lowered.profile,
+        build=build,
+        ranks=tuple(
+            _rank(program, launches.per_layer)
+            for program, launches in zip(lowered.programs, front.compiled.launches, strict=True)
+        ),
+        shared_weights=SHARED,
+        shared_bytes=lowered.shared.nbytes,
+        comm_bytes=lowered.comm_bytes,
+        abi=ABI_VERSION,
+        sections=(),
+    )
+
+
+def _rank(program: Program, launches_per_layer: float) -> RankProgram:
+    return RankProgram(
+        rank=program.rank,
+        code=f"code/rank{program.rank}.so",
+        weights=f"weights/rank{program.rank}.bin",
+        graph=f"graph/rank{program.rank}.ir",
+        weights_bytes=program.weights.nbytes,
+        arena_bytes=program.arena_bytes,
+        kv_block_bytes=program.kv_block_bytes,
+        kv_layers=program.kv_layers,
+        vocab_start=program.vocab[0],
+        vocab_size=program.vocab[1],
+        launches=len(program.ranges[0].launches),
+        launches_per_layer=launches_per_layer,
+    )
+
+
+def _peak(who: int) -> int:
+    """The most memory that this process, or the largest child that has ended, has held, in bytes."""
+    return resource.getrusage(who).ru_maxrss * 1024  # Linux counts it in KiB
+
+
+def _report(
+    out: Path,
+    manifest: Manifest,
+    memory: MemoryPlan,
+    front: _Front,
+    progress: Progress,
+    compiler_bytes: int,
+    quality: dict[str, Any],
+) -> BuildReport:
+    return BuildReport(
+        plan=str(out),
+        digest=hashlib.sha256(encode_manifest(manifest)).hexdigest(),
+        plan_bytes=out.stat().st_size,
+        seconds=dict(progress.seconds),
+        peak_memory_bytes=_peak(resource.RUSAGE_SELF),
+        peak_compiler_bytes=compiler_bytes,
+        launches_traced=front.traced.eager_launches_per_layer,
+        launches_compiled=max(launches.per_layer for launches in front.compiled.launches),
+        launches_step=max(rank.launches for rank in manifest.ranks),
+        memory=memory,
+        quality=quality,
+    )

@@ -1,0 +1,58 @@
+"""What a build says of itself when it is done: the numbers that `llmc build` prints and writes.
+
+Comes in: measurements of `compile_plan`. Goes out: `BuildReport`. Must not know: how to print. Times and memory stand
+here and not in the plan, whose bytes must not depend on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.builder.memory import MemoryPlan
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """`seconds` by stage, in order. `peak_memory_bytes`: the most that this process held at once, and what the largest
+    process that it started (g++) held. `launches_traced`: kernels a layer that an eager runner launches in a step;
+    `launches_compiled`: of the rank that launches most. `quality`: what asking the finished engine gave, if it was.
+    """
+
+    plan: str
+    digest: str
+    plan_bytes: int
+    seconds: dict[str, float]
+    peak_memory_bytes: int
+    peak_compiler_bytes: int
+    launches_traced: float
+    launches_compiled: float
+    launches_step: int
+    memory: MemoryPlan
+    quality: dict[str, Any]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: name and value."""
+        times = [(f"{name}", f"{seconds:.1f} s") for name, seconds in self.seconds.items()]
+        return [
+            ("plan", f"{self.plan} ({self.plan_bytes / 1e6:.1f} MB)"),
+            ("digest", self.digest),
+            *times,
+            ("total", f"{sum(self.seconds.values()):.1f} s"),
+            ("peak memory", f"{self.peak_memory_bytes / 1e6:.0f} MB, g++ {self.peak_compiler_bytes / 1e6:.0f} MB"),
+            ("weights", f"{self.memory.weights_bytes / 1e6:.1f} MB in {self.memory.tp} rank(s)"),
+            ("KV of a token", f"{self.memory.kv_block_bytes // self.memory.block_size:,} B ({self.memory.kv_dtype})"),
+            ("launches a layer", f"{self.launches_traced:.1f} as traced, {self.launches_compiled:.1f} compiled"),
+            ("launches a step", f"{self.launches_step}"),
+            *_quality_rows(self.quality),
+        ]
+
+
+def _quality_rows(quality: dict[str, Any]) -> list[tuple[str, str]]:
+    """Perplexity with its change, then whatever else was measured by its own name."""
+    rest = dict(quality)
+    rows = []
+    if "perplexity" in rest and "reference_perplexity" in rest:
+        mine, reference = rest.pop("perplexity"), rest.pop("reference_perplexity")
+        rows.append(("perplexity", f"{mine:.4g}, Hugging Face at fp32 {reference:.4g} ({mine / reference - 1:+.2%})"))
+    return [*rows, *((f"quality: {name.replace('_', ' ')}", str(value)) for name, value in rest.items())]
