@@ -1,0 +1,223 @@
+"""linear's kernels against the reference and against themselves: the same bits for any rows, threads and ISA level."""
+
+import threading
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.builder.weights.recipe import apply, parse
+from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
+from llmc.plugins.linear import Attrs, infer, quantize_x, reference
+from llmc.plugins.linear.cpu import launch
+from llmc.plugins.operator import StepContext
+from tests.unit.plugins.harness import Library, aligned, isas
+
+MOST = 300
+CONTEXT = StepContext(16, np.array([0, 1]), np.array([1]), np.array([[0]]))
+
+
+@dataclass(frozen=True)
+class Case:
+    k: int
+    n: int
+    dtype: str
+    least: int = 1
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def types(self) -> list[TensorType]:
+        attrs = Attrs(**self.attrs)
+        vectors = (self.dtype == "f8e4m3") + attrs.bias
+        weight = TensorType(self.dtype, (self.n, self.k))
+        return [TensorType("f32", ("T", self.k)), weight, *[TensorType("f32", (self.n,))] * vectors]
+
+    def call(self) -> CpuCall:
+        attrs, types = Attrs(**self.attrs), self.types()
+        return launch(attrs, types, infer(attrs, types), KernelEnv((self.least, MOST), (1, 1)))
+
+    @property
+    def width(self) -> int:
+        width = infer(Attrs(**self.attrs), self.types())[0].shape[1]
+        assert isinstance(width, int)
+        return width
+
+
+CASES = [
+    Case(37, 70, "f32"),
+    Case(130, 150, "f32", attrs={"bias": True, "epilogue": "silu_gate"}),
+    Case(300, 64, "bf16", attrs={"bias": True, "epilogue": "gelu"}),
+    Case(65, 130, "bf16", attrs={"epilogue": "gelu_tanh_gate"}),
+    Case(576, 192, "f8e4m3", attrs={"x_scale": 0.02}),
+    Case(129, 200, "f8e4m3", attrs={"x_dynamic": True, "bias": True, "epilogue": "relu"}),
+    Case(100, 150, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "epilogue": "silu_gate"}),
+    Case(1, 2, "f8e4m3", attrs={"x_dynamic": True, "epilogue": "gelu_gate"}),
+    Case(300, 100, "f8e4m3", 40, {"x_dynamic": True, "epilogue": "silu"}),
+    Case(64, 64, "f8e4m3", attrs={"x_scale": 0.37}),
+    Case(70, 96, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "all_reduce": True}),
+]
+IDENTITY, REDUCED = len(CASES) - 2, len(CASES) - 1
+
+
+@cache
+def library(isa: str) -> Library:
+    types = [{Pointer("in", 1): NUMPY_DTYPES[case.dtype].name} for case in CASES]
+    return Library([case.call() for case in CASES], isa, types)
+
+
+@cache
+def weights(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """The weight by rows, the same in panels, and the vectors that follow it."""
+    rng = np.random.default_rng(case.k)
+    w = rng.standard_normal((case.n, case.k), np.float32)
+    if case.dtype == "f8e4m3":
+        w *= np.exp2(rng.integers(-12, 7, w.shape))  # subnormals and large values
+        w[rng.random(w.shape) < 0.01] = 448
+    w = w.astype(NUMPY_DTYPES[case.dtype])
+    packed = apply(parse(case.call().packing[1].format("load('w')")), [w])
+    return w, aligned(packed), [aligned(rng.random(case.n, np.float32) - 0.3) for _ in case.types()[2:]]
+
+
+def run(isa: str, case: int, x: np.ndarray, threads: int = 1, spread: int = 0) -> np.ndarray:
+    """y; with `spread`, x and y have rows that lie further apart."""
+    _, packed, vectors = weights(CASES[case])
+    y = np.full((len(x), CASES[case].width + spread), np.nan, np.float32)
+    wide = np.full((len(x), x.shape[1] + spread), np.nan, np.float32)
+    wide[:, : x.shape[1]] = x
+    library(isa).run(
+        case, [wide[:, : x.shape[1]], packed, *vectors], [y[:, : CASES[case].width]], threads, tokens=len(x)
+    )
+    assert np.isnan(y[:, CASES[case].width :]).all()
+    return y[:, : CASES[case].width]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    case=st.integers(0, len(CASES) - 2),
+    rows=st.integers(1, 26) | st.sampled_from([27, 48, 49, 96, 200, MOST]),
+    threads=st.integers(1, 4),
+    isa=st.sampled_from(isas()),
+    spread=st.sampled_from([0, 3]),
+    seed=st.integers(0, 99),
+)
+def test_matches_the_reference_and_each_row_alone(
+    case: int, rows: int, threads: int, isa: str, spread: int, seed: int
+) -> None:
+    chosen = CASES[case]
+    rows = max(rows, chosen.least)
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, chosen.k), np.float32)
+    x[rng.integers(rows)] *= rng.choice([0, 1e-6, 100])
+    y = run(isa, case, x, threads, spread)
+    w, _, vectors = weights(chosen)
+    (expected,) = reference(CONTEXT, Attrs(**chosen.attrs), [x, w, *vectors])
+    size = np.abs(expected).max(axis=1, keepdims=True) + 1e-3
+    np.testing.assert_allclose(y / size, expected / size, rtol=0, atol=3e-6)
+    picked = sorted({0, rows - 1, int(rng.integers(rows))})
+    if chosen.least == 1:
+        alone = np.concatenate([run("x86-64-v3", case, x[i : i + 1]) for i in picked])
+    else:
+        alone = run("x86-64-v3", case, np.repeat(x[picked], chosen.least, axis=0))[:: chosen.least]
+    np.testing.assert_array_equal(alone.view(np.uint32), y[picked].view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("rows", [1, 5, 60])
+def test_every_output_is_one_chain_over_k(isa: str, rows: int) -> None:
+    chosen = CASES[4]
+    x = np.random.default_rng(7).standard_normal((rows, chosen.k), np.float32)
+    w, _, (scale,) = weights(chosen)
+    q, x_scale = quantize_x(x, chosen.attrs["x_scale"])
+    total = np.zeros((rows, chosen.n), np.float32)
+    for k in range(chosen.k):  # products of two E4M3 are exact, and float64 holds their sum with a float32 exactly
+        product = q[:, k, None].astype(np.float64) * w[None, :, k].astype(np.float64)
+        total = (total.astype(np.float64) + product).astype(np.float32)
+    expected = total * (x_scale * scale)
+    np.testing.assert_array_equal(run(isa, 4, x), expected)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("rows", [1, 9])
+def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
+    case = CASES[IDENTITY]
+    packed = apply(parse("panels(load('w'), 64)"), [np.eye(64, dtype=np.float32).astype(ml_dtypes.float8_e4m3fn)])
+    grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    grid = np.sort(grid[np.isfinite(grid)])
+    middles = (grid[1:] + grid[:-1]) / 2
+    exact = np.concatenate([grid, middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf)])
+    extreme = np.array([1e-45, -1e-45, 1e-30, 448.1, 464, 1e30, np.inf, -np.inf], np.float32)
+    values = np.concatenate([exact, extreme]) * np.float32(case.attrs["x_scale"])
+    values = np.resize(values, (-(-len(values) // (64 * rows)) * rows, 64)).astype(np.float32)
+    one = aligned(np.ones(64, np.float32))
+    for start in range(0, len(values), rows):
+        x = values[start : start + rows]
+        y = np.zeros_like(x)
+        library(isa).run(IDENTITY, [x, aligned(packed), one], [y], tokens=rows)
+        q, scale = quantize_x(x, case.attrs["x_scale"])
+        np.testing.assert_array_equal(y, q.astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("case", [0, 4, 5])
+def test_nan_stays_in_its_row(isa: str, case: int) -> None:
+    x = np.ones((7, CASES[case].k), np.float32)
+    x[3, -1] = np.nan
+    y = run(isa, case, x)
+    assert np.isnan(y[3]).all()
+    assert np.isfinite(np.delete(y, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 6, 70])
+def test_sums_over_ranks_and_adds_the_bias_once(rows: int) -> None:
+    case = CASES[REDUCED]
+    w, packed, (scale, bias) = weights(case)
+    slot = slot_bytes(MOST, case.n)
+    comm = aligned(np.zeros(comm_bytes(MOST, case.n, 2), np.uint8))
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal((rows, case.k), np.float32) for _ in range(2)]
+    ys = [np.zeros((rows, case.n), np.float32) for _ in range(2)]
+
+    def rank(number: int) -> None:
+        library(isas()[-1]).run(
+            REDUCED, [xs[number], packed, scale, bias], [ys[number]], threads=2, tokens=rows,
+            comm=comm.ctypes.data, slot=slot, rank_number=number, tp=2,
+        )  # fmt: skip
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    partial = Attrs(**(case.attrs | {"bias": False}))
+    first, second = (reference(CONTEXT, partial, [x, w, scale])[0] for x in xs)
+    np.testing.assert_allclose(ys[0], first + second + bias, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(ys[0], ys[1])
+
+
+@pytest.mark.parametrize(
+    ("attrs", "types", "reason"),
+    [
+        ({}, ["f32[T,8]", "f32[4,9]"], "K must be the same"),
+        ({}, ["f32[T,8]", "f8e4m3[4,8]", "f32[4]"], "exactly one, and only for f8e4m3"),
+        ({"x_scale": 1.0}, ["f32[T,8]", "f32[4,8]"], "exactly one, and only for f8e4m3"),
+        ({"x_scale": -1.0}, ["f32[T,8]", "f8e4m3[4,8]", "f32[4]"], "not a positive number"),
+        ({"epilogue": "swish"}, ["f32[T,8]", "f32[4,8]"], "'swish' is not one of"),
+        ({"epilogue": "silu_gate"}, ["f32[T,8]", "f32[5,8]"], "an even number of rows"),
+        ({"epilogue": "silu", "all_reduce": True}, ["f32[T,8]", "f32[4,8]"], "of a partial sum"),
+        ({"bias": True}, ["f32[T,8]", "f32[4,8]"], "after w come"),
+        ({}, ["f32[T,8]", "f16[4,8]"], "expected f32, bf16 or f8e4m3"),
+        ({}, ["f32[8]"], "expected x"),
+    ],
+)
+def test_refuses_types_that_do_not_fit(attrs: dict[str, Any], types: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        infer(Attrs(**attrs), [TensorType.parse(t) for t in types])
