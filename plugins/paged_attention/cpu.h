@@ -3,10 +3,10 @@
 // Cache: a block holds, for this layer at `offset`, K as [kv_head][head_dim][block_size] (keys are lanes), then V as
 // [kv_head][block_size][head_dim]. block_size is 16, 32, 64, 128 or 256.
 //
-// Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a score
-// accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
-// accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A position that a query does
-// not see has weight 0, which changes no bit, so tiles of queries can share what they read.
+// Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a
+// score accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
+// accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A position that a query
+// does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
 //
 // Work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a unit is a tile's work on one
 // partition. Threads own equal stretches of the units' total cost. A tile that several threads share is joined, after a
@@ -168,13 +168,16 @@ class PagedAttention {
       std::copy_n(q_ + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries + i * kGroup * D);
   }
 
-  // ---- one partition -------------------------------------------------------------------------------------------------
+  // ---- one partition ----
 
   struct Span {
     const uint8_t* blocks[kPartition / BS];  // by block within the partition; only those from first_group on are set
+    const uint8_t* next;                     // the block behind the partition, null where the tile needs none
     int first_group, end_group;              // groups of 16 keys that are touched
     int end;                                 // one past the last key that is read; all relative to the partition
   };
+
+  const uint8_t* block(int32_t number) const { return c_.rank->kv + number * block_bytes_ + offset_; }
 
   Span span(const Tile& t, int part) const {
     const int base = part * kPartition;
@@ -184,14 +187,15 @@ class PagedAttention {
     s.first_group = begin / kLanes;
     s.end_group = (s.end + kLanes - 1) / kLanes;
     const int32_t* table = step_.block_tables + int64_t(t.seq) * step_.block_table_stride + base / BS;
-    for (int b = begin / BS; b * BS < s.end; ++b) s.blocks[b] = c_.rank->kv + table[b] * block_bytes_ + offset_;
+    for (int b = begin / BS; b * BS < s.end; ++b) s.blocks[b] = block(table[b]);
+    s.next = part < t.last_part ? block(table[kPartition / BS]) : nullptr;
     return s;
   }
 
   void unit(const Tile& t, int part, const float* queries, float* scores, float* to) const {
     const Span s = span(t, part);
     for_rows(t.rows(), [&](auto rows, int r) {
-      score_rows<decltype(rows)::value>(s, t.kv_head, queries + r * D, scores + r * kPartition);
+      score_rows<decltype(rows)::value>(s, t.kv_head, queries + r * D, scores + r * kPartition, r == 0);
     });
     for (int r = 0; r < t.rows(); ++r) {
       const int position = t.position + r / kGroup - part * kPartition;
@@ -199,9 +203,32 @@ class PagedAttention {
       softmax(s, first, std::min(position + 1, kPartition), scores + r * kPartition, to + r * kStride + kWidth);
     }
     for_rows(t.rows(), [&](auto rows, int r) {
-      value_rows<decltype(rows)::value>(s, t.kv_head, scores + r * kPartition, to + r * kStride);
+      value_rows<decltype(rows)::value>(s, t.kv_head, scores + r * kPartition, to + r * kStride, r == 0);
     });
   }
+
+  static const KV* keys_at(const Span& s, int kv_head, int key) {
+    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(kv_head) * D * BS + key % BS;
+  }
+  static const KV* values_at(const Span& s, int kv_head, int key) {
+    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + (int64_t(KH + kv_head) * BS + key % BS) * D;
+  }
+
+  // What will be read after some 16 keys: more keys, then values, then the next partition's keys; null where nothing is
+  // known. Blocks lie anywhere in memory, so the hardware cannot foresee them.
+  static const KV* after_keys(const Span& s, int kv_head, int group) {
+    if (group < s.end_group) return keys_at(s, kv_head, group * kLanes);
+    const int key = (s.first_group + group - s.end_group) * kLanes;
+    return key < s.end ? values_at(s, kv_head, key) : nullptr;
+  }
+  static const KV* after_values(const Span& s, int kv_head, int key) {
+    if (key < s.end) return values_at(s, kv_head, key);
+    return s.next && BS == kLanes ? reinterpret_cast<const KV*>(s.next) + int64_t(kv_head) * D * BS : nullptr;
+  }
+  static constexpr int kAhead = std::max(2 * kLanes, BS);
+  // With more rows the arithmetic takes longer than the memory does.
+  static constexpr bool fetches(int rows) { return rows <= 4; }
+  static void fetch(const KV* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
   template <int N>
   struct Int {
@@ -222,42 +249,63 @@ class PagedAttention {
   // Vectors beside R rows that the registers have room for.
   static constexpr int columns(int rows) {
     if (LLMC_WIDE) return rows > 4 ? 2 : rows > 1 ? 4 : 8;
-    return rows > 3 ? 1 : rows > 1 ? 2 : 4;
+    return rows > 2 ? 1 : rows > 1 ? 2 : 4;
+  }
+
+  // acc[r][n] += row(r) * column(n), holding the fewer of the two in registers.
+  template <int R, int N, class Row, class Column>
+  static void multiply(Lanes (&acc)[R][N], Row row, Column column) {
+    if constexpr (R <= 3) {
+      Lanes x[R];
+      for (int r = 0; r < R; ++r) x[r] = row(r);
+      for (int n = 0; n < N; ++n) {
+        const Lanes y = column(n);
+        for (int r = 0; r < R; ++r) acc[r][n] = fma(x[r], y, acc[r][n]);
+      }
+    } else {
+      Lanes y[N];
+      for (int n = 0; n < N; ++n) y[n] = column(n);
+      for (int r = 0; r < R; ++r) {
+        const Lanes x = row(r);
+        for (int n = 0; n < N; ++n) acc[r][n] = fma(x, y[n], acc[r][n]);
+      }
+    }
   }
 
   template <int R>
-  static void score_rows(const Span& s, int kv_head, const float* q, float* scores) {
+  static void score_rows(const Span& s, int kv_head, const float* q, float* scores, bool first) {
     constexpr int N = columns(R);
     int g = s.first_group;
-    for (; s.end_group - g >= N; g += N) score_tile<R, N>(s, kv_head, q, g, scores);
-    for (; g < s.end_group; ++g) score_tile<R, 1>(s, kv_head, q, g, scores);
+    for (; s.end_group - g >= N; g += N) score_tile<R, N>(s, kv_head, q, g, scores, first);
+    for (; g < s.end_group; ++g) score_tile<R, 1>(s, kv_head, q, g, scores, first);
   }
 
   // Scores of R rows [R][D] and N groups of 16 keys.
   template <int R, int N>
-  static void score_tile(const Span& s, int kv_head, const float* q, int group, float* scores) {
-    const KV* keys[N];
+  static void score_tile(const Span& s, int kv_head, const float* q, int group, float* scores, bool first) {
+    const KV *keys[N], *later[N];
     for (int n = 0; n < N; ++n) {
-      const int key = (group + n) * kLanes;
-      keys[n] = reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(kv_head) * D * BS + key % BS;
+      keys[n] = keys_at(s, kv_head, (group + n) * kLanes);
+      const KV* after = first && fetches(R) ? after_keys(s, kv_head, group + n + N) : nullptr;
+      later[n] = after ? after : keys[n];
     }
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
-#pragma GCC unroll 2
-    for (int d = 0; d < D; ++d) {
-      Lanes k[N];
-      for (int n = 0; n < N; ++n) k[n] = load(keys[n] + d * BS);
-      for (int r = 0; r < R; ++r) {
-        const Lanes x = splat(q[r * D + d]);
-        for (int n = 0; n < N; ++n) acc[r][n] = fma(k[n], x, acc[r][n]);
+    constexpr int step = D % 2 == 0 ? 2 : 1;
+    for (int d = 0; d < D; d += step) {
+      for (int n = 0; fetches(R) && n < N; ++n) {
+        fetch(later[n] + d * BS);
+        if (step * BS * sizeof(KV) > 64) fetch(later[n] + (d + step - 1) * BS);
       }
+      for (int e = d; e < d + step; ++e)
+        multiply<R, N>(acc, [&](int r) { return splat(q[r * D + e]); }, [&](int n) { return load(keys[n] + e * BS); });
     }
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, acc[r][n]);
   }
 
-  // One row's scores become weights for the keys [first, last); state: largest score and sum, sum 0 where there are none.
+  // One row's scores become weights for the keys [first, last); state: largest score and sum, which is 0 for no key.
   void softmax(const Span& s, int first, int last, float* scores, float* state) const {
     const Lanes none = splat(kNone), from = splat(float(first)), to = splat(float(last));
     Lanes top = none, total = splat(0);
@@ -284,40 +332,38 @@ class PagedAttention {
   }
 
   template <int R>
-  static void value_rows(const Span& s, int kv_head, const float* weights, float* to) {
+  static void value_rows(const Span& s, int kv_head, const float* weights, float* to, bool first) {
     constexpr int N = columns(R);
     int n = 0;
-    for (; kFull - n >= N; n += N) value_tile<R, N, kLanes>(s, kv_head, weights, n * kLanes, to);
-    for (; n < kFull; ++n) value_tile<R, 1, kLanes>(s, kv_head, weights, n * kLanes, to);
-    if constexpr (kRest > 0) value_tile<R, 1, kRest>(s, kv_head, weights, kFull * kLanes, to);
+    for (; kFull - n >= N; n += N) value_tile<R, N, kLanes>(s, kv_head, weights, n * kLanes, to, first);
+    for (; n < kFull; ++n) value_tile<R, 1, kLanes>(s, kv_head, weights, n * kLanes, to, first);
+    if constexpr (kRest > 0) value_tile<R, 1, kRest>(s, kv_head, weights, kFull * kLanes, to, first);
   }
 
   // Columns [column, column + 16 N) of R rows of weighted values; of the last vector only FILLED lanes exist.
   template <int R, int N, int FILLED>
-  static void value_tile(const Span& s, int kv_head, const float* weights, int column, float* to) {
+  static void value_tile(const Span& s, int kv_head, const float* weights, int column, float* to, bool first_rows) {
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
     for (int first = s.first_group * kLanes; first < s.end; first += BS) {
-      const KV* values = reinterpret_cast<const KV*>(s.blocks[first / BS]) + int64_t(KH) * D * BS +
-                         int64_t(kv_head) * BS * D + column;
+      const KV* values = values_at(s, kv_head, first) + column;
+      const KV* after = first_rows && fetches(R) ? after_values(s, kv_head, first + kAhead) : nullptr;
+      const KV* later = after ? after + column : values;
       const int count = std::min(BS, s.end - first);
       const float* w = weights + first;
-      for (int i = 0; i < count; ++i, values += D, ++w) {
-        Lanes v[N];
-        for (int n = 0; n < N; ++n)
-          v[n] = FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
-        for (int r = 0; r < R; ++r) {
-          const Lanes x = splat(w[r * kPartition]);
-          for (int n = 0; n < N; ++n) acc[r][n] = fma(x, v[n], acc[r][n]);
-        }
+      for (int i = 0; i < count; ++i, values += D, later += D, ++w) {
+        for (int j = 0; fetches(R) && j < N * kLanes; j += 64 / int(sizeof(KV))) fetch(later + j);
+        multiply<R, N>(acc, [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
+          return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
+        });
       }
     }
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) store(to + r * kStride + column + n * kLanes, acc[r][n]);
   }
 
-  // ---- joining partitions --------------------------------------------------------------------------------------------
+  // ---- joining partitions ----
 
   static void begin(float* running, int rows) {
     std::fill_n(running, rows * kStride, 0.0f);
