@@ -14,6 +14,7 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "plugins/cpu/lanes.h"
 #include "plugins/cpu/runtime.h"
@@ -230,21 +231,16 @@ class PagedAttention {
   static constexpr bool fetches(int rows) { return rows <= 4; }
   static void fetch(const KV* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-  template <int N>
-  struct Int {
-    static constexpr int value = N;
-  };
-
-  // Calls f(Int<R>, first row) with register tiles of R rows.
+  // Calls f(an integral constant R, first row) with register tiles of R rows.
   static constexpr int kMaxTile = LLMC_WIDE ? 8 : 6;
   template <class F>
   static void for_rows(int rows, F f) {
     int r = 0;
-    for (; rows - r >= kMaxTile; r += kMaxTile) f(Int<kMaxTile>(), r);
-    for (; rows - r >= 4; r += 4) f(Int<4>(), r);
-    if (rows - r == 3) f(Int<3>(), r);
-    if (rows - r == 2) f(Int<2>(), r);
-    if (rows - r == 1) f(Int<1>(), r);
+    for (; rows - r >= kMaxTile; r += kMaxTile) f(std::integral_constant<int, kMaxTile>(), r);
+    for (; rows - r >= 4; r += 4) f(std::integral_constant<int, 4>(), r);
+    if (rows - r == 3) f(std::integral_constant<int, 3>(), r);
+    if (rows - r == 2) f(std::integral_constant<int, 2>(), r);
+    if (rows - r == 1) f(std::integral_constant<int, 1>(), r);
   }
   // Vectors beside R rows that the registers have room for.
   static constexpr int columns(int rows) {
@@ -362,8 +358,6 @@ class PagedAttention {
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) store(to + r * kStride + column + n * kLanes, acc[r][n]);
   }
-
-  // ---- joining partitions ----
 
   static void begin(float* running, int rows) {
     std::fill_n(running, rows * kStride, 0.0f);
