@@ -1,16 +1,16 @@
 // The threads of a rank: the caller and `threads - 1` workers that run every step together. Linux futexes.
 //
-//   Pool pool(threads, first_cpu);       // first_cpu < 0: workers are not pinned
+//   Pool pool(threads);
 //   pool.run([](void* what, int tid) { ...; }, what);   // the caller is thread 0; returns when all have returned
 //   pool.barrier(tid);                    // inside: all threads meet
 //
 // Between steps a worker spins for a moment, then sleeps until the next run: an idle server burns no CPU. Inside a step
-// waits spin, then yield (threads may outnumber cores), then sleep, since one rank may wait long for another.
+// waits spin, then yield (threads may outnumber cores), then sleep, since one rank may wait long for another. Workers are
+// not pinned: a pinned worker waits for its CPU when another process has it, and all the others wait for the worker.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <thread>
@@ -57,15 +57,13 @@ class Pool {
  public:
   using Work = void (*)(void*, int);
 
-  // Worker i runs on the (first_cpu + i)-th CPU that the process may use, where there are that many.
-  explicit Pool(int threads, int first_cpu = -1) : threads_(threads) {
+  explicit Pool(int threads) : threads_(threads) {
     try {
       for (int tid = 1; tid < threads; ++tid) workers_.emplace_back([this, tid] { serve(tid); });
     } catch (...) {
       stop();
       throw;
     }
-    if (first_cpu >= 0) pin(first_cpu);
   }
 
   ~Pool() { stop(); }
@@ -120,22 +118,6 @@ class Pool {
     stopping_.store(true, std::memory_order_release);
     start_.advance();
     for (auto& worker : workers_) worker.join();
-  }
-
-  // A worker that may not be pinned runs anywhere.
-  void pin(int first_cpu) {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    std::vector<int> cpus;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
-    if (first_cpu + threads_ > int(cpus.size())) return;
-    for (size_t i = 0; i < workers_.size(); ++i) {
-      cpu_set_t one;
-      CPU_ZERO(&one);
-      CPU_SET(cpus[first_cpu + i + 1], &one);
-      pthread_setaffinity_np(workers_[i].native_handle(), sizeof one, &one);
-    }
   }
 };
 

@@ -14,7 +14,7 @@ namespace llmc {
 namespace lin {
 
 // Up to here rows are multiplied straight from the packed bytes; beyond, unpacking once is cheaper than decoding again.
-constexpr int kMaxPackedRows = 2 * kMaxTile;
+constexpr int kMaxPackedRows = 2 * kMaxPackedTile;
 constexpr int kMaxChunkTiles = 240 / kMaxTile;
 
 struct Linear {  // activations, on results
@@ -36,10 +36,10 @@ struct GeluTanh {
 // n things in runs whose sizes differ by at most one: the first of run i.
 constexpr int run_start(int n, int runs, int i) { return n / runs * i + std::min(i, n % runs); }
 
-// Rows in tiles of at most kMaxTile.
+// Rows in tiles of at most `most`.
 struct Tiles {
   int rows, count;
-  explicit Tiles(int64_t n) : rows(int(n)), count((rows + kMaxTile - 1) / kMaxTile) {}
+  Tiles(int64_t n, int most) : rows(int(n)), count((rows + most - 1) / most) {}
   int first(int tile) const { return run_start(rows, count, tile); }
   int size(int tile) const { return first(tile + 1) - first(tile); }
 };
@@ -141,15 +141,15 @@ struct Kernel {
   }
 
   void few_rows(int64_t rows) const {
-    const Tiles tiles(rows);
+    const Tiles tiles(rows, kMaxPackedTile);
     const float* packed_x = tiled(tiles);
     const float* scales = packed_x + rows * k;
     halves([&](int p, int half) {
       const Done done(p, n, w_scale, bias);
-      alignas(64) float acc[kMaxTile * kPanel];
+      alignas(64) float acc[kMaxPackedTile * kPanel];
       for (int tile = 0; tile < tiles.count; ++tile) {
         const int first = tiles.first(tile), size = tiles.size(tile);
-        with_rows<kMaxTile>(size, [&](auto r) {
+        with_rows<kMaxPackedTile>(size, [&](auto r) {
           packed_tile<F, decltype(r)::value>(panel(p), k, packed_x + int64_t(first) * k, acc, half);
         });
         for (int r = 0; r < size; ++r) done(acc + r * kPanel, scales[first + r], y + (first + r) * y_stride, half);
@@ -158,7 +158,7 @@ struct Kernel {
   }
 
   void many_rows(int64_t rows) const {
-    const Tiles tiles(rows);
+    const Tiles tiles(rows, kMaxTile);
     const float* packed_x = tiled(tiles);
     const float* scales = packed_x + rows * k;
     // Chunks keep a thread's sums in its cache; twice as many where panels alone would divide the work unevenly.

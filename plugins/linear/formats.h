@@ -2,7 +2,7 @@
 // N ends. Both ISA levels read the same bytes; the order in which vectors hold the outputs is this file's secret.
 //
 //   Format::decode<J>(row)             the J-th vector of a panel's row k, J < kVecs, for Fp8 times 2^-120
-//   Format::put<J>(v, to)              that vector's lanes to their outputs in to[64]
+//   Format::put<J>(v, to, stride)      that vector's lanes to their outputs: n goes to to[n / kPiece * stride + n % kPiece]
 //   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
 //
 // Part p of 2 is the outputs 16p..16p+15 and 32+16p..32+16p+15; part p of 4 likewise with 8. So a part of a gated panel
@@ -35,12 +35,15 @@ inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 #endif
 
 constexpr int kVecs = kPanel / kWidth;
+constexpr int kPiece = 2 * kWidth;  // outputs of a tile on unpacked weights
 
 // Vectors in the order of outputs.
 struct InOrder {
   static constexpr int in_part(int parts, int j) { return j * kWidth % (kPanel / 2) / (kPanel / 2 / parts); }
   template <int J>
-  static void put(Vec v, float* to) { vstore(to + J * kWidth, v); }
+  static void put(Vec v, float* to, int stride) {
+    vstore(to + J / 2 * stride + J % 2 * kWidth, v);
+  }
 };
 
 struct Fp32 : InOrder {
@@ -85,9 +88,9 @@ struct Fp8 {
     return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(kMask)));
   }
   template <int J>
-  static void put(Vec v, float* to) {
+  static void put(Vec v, float* to, int stride) {
     _mm256_storeu_ps(to + 8 * J, _mm512_castps512_ps256(v));
-    _mm256_storeu_ps(to + 32 + 8 * J, _mm512_extractf32x8_ps(v, 1));
+    _mm256_storeu_ps(to + stride + 8 * J, _mm512_extractf32x8_ps(v, 1));
   }
 #else
   static constexpr int in_part(int parts, int j) { return InOrder::in_part(parts, j); }
@@ -100,7 +103,9 @@ struct Fp8 {
     return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(kMask)));
   }
   template <int J>
-  static void put(Vec v, float* to) { InOrder::put<J>(v, to); }
+  static void put(Vec v, float* to, int stride) {
+    InOrder::put<J>(v, to, stride);
+  }
 #endif
 };
 

@@ -9,11 +9,11 @@
 
 namespace llmc::lin {
 
-// Rows of the largest tile, on packed weights and on unpacked ones alike.
+// Rows of the largest tile, on unpacked weights and on packed ones, which need registers to decode in.
 constexpr int kMaxTile = LLMC_WIDE ? 12 : 6;
+constexpr int kMaxPackedTile = LLMC_WIDE ? 12 : 4;
 // k that are unpacked at once, and the width of the pieces: a piece [kBlock][kPiece] stays in the L1 cache.
 constexpr int kBlock = LLMC_WIDE ? 128 : 256;
-constexpr int kPiece = 2 * kWidth;
 constexpr int kAhead = 2048;  // bytes; prefetches across the end of a page, where hardware stops
 
 // In how many parts a tile of R rows takes a panel, so that accumulators stay in registers (32 wide, 16 narrow).
@@ -40,7 +40,7 @@ __attribute__((noinline)) void packed_part(const typename F::T* w, int k_count, 
   const auto put = [&](auto index) {
     constexpr int j = decltype(index)::value;
     if constexpr (F::in_part(Parts, j) == Part)
-      for (int r = 0; r < R; ++r) F::template put<j>(sum[j][r], acc + r * kPanel);
+      for (int r = 0; r < R; ++r) F::template put<j>(sum[j][r], acc + r * kPanel, kPiece);
   };
   (put(std::integral_constant<int, J>()), ...);
 }
@@ -69,10 +69,7 @@ template <class F, size_t... J>
 void unpack(const typename F::T* w, int k_count, float* pieces, std::index_sequence<J...>) {
   for (int k = 0; k < k_count; ++k, w += kPanel) {
     for (size_t line = 0; line < sizeof(*w); ++line) __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64 * line);
-    alignas(64) float row[kPanel];
-    (F::template put<J>(F::template decode<J>(w), row), ...);
-    for (int n = 0; n < kPanel; n += kWidth)
-      vstore(pieces + (n / kPiece * kBlock + k) * kPiece + n % kPiece, vload(row + n));
+    (F::template put<J>(F::template decode<J>(w), pieces + k * kPiece, kBlock * kPiece), ...);
   }
 }
 

@@ -37,7 +37,7 @@ inline void read_all(const Ctx& c, int tid, const float* x, int64_t count, float
 }
 inline void multiply(const Ctx&, int tid, int64_t count, float* y) {
   Lanes a[12];
-  for (int i = 0; i < 12; ++i) a[i] = splat(float(i));
+  for (int i = 0; i < 12; ++i) a[i] = iota() + splat(float(i));
   for (int64_t k = 0; k < count; ++k)
 #pragma GCC unroll 12
     for (int i = 0; i < 12; ++i) a[i] = fma(a[i], splat(0.999f), splat(0.001f));
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--isa", default=isas()[-1], choices=isas())
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rows", default="1,4,8,16,64,512")
+    parser.add_argument("--only", default="", help="a name or dtype, or a part of one")
     options = parser.parse_args()
     calls = [case.call() for case in CASES]
     width = Product(("T",))
@@ -139,6 +140,8 @@ def main() -> None:
         read, flops = limits(library, threads)
         print(f"{options.isa}, {threads} threads: reads {read:.1f} GB/s, multiply-adds {flops:.0f} GFLOP/s")
         for index, case in enumerate(CASES):
+            if options.only not in f"{case.name} {case.dtype}":
+                continue
             line = f"  {case.name:8} {case.dtype:7} {case.k:5}x{case.n:<6}"
             for rows in map(int, options.rows.split(",")):
                 seconds = measure(library, index, rows, threads)
