@@ -14,7 +14,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -142,14 +142,15 @@ class Tokenizer:
     """The plan's tokenizer. `bos` is the id that a plain prompt starts with, if it does."""
 
     def __init__(self, tokenizer_json: bytes, bos: int | None = None) -> None:
-        text = bytes(tokenizer_json).decode()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises nothing more precise
             raise PlanError(f"section tokenizer/tokenizer.json cannot be read: {error}; rebuild the plan") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        decoder = json.loads(text).get("decoder") or {}
+        decoder: dict[str, Any] = {}
+        if self._tokenizer.decoder is not None:
+            decoder = json.loads(self._tokenizer.decoder.__getstate__())
         parts = decoder.get("decoders", [decoder])
         self._byte_level = [part.get("type") for part in parts] == ["ByteLevel"]
         self._pieces = _Pieces(self._tokenizer, self._byte_level, "▁" in json.dumps(decoder, ensure_ascii=False))

@@ -41,6 +41,14 @@ def engine(plan: Path) -> Iterator[Server]:
         yield running
 
 
+def all_gone(pids: list[int]) -> bool:
+    """Whether the processes end. A rank notices its core's end a moment later, so they get a second."""
+    end = time.monotonic() + 1
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
 def test_answers_are_the_cores(engine: Server) -> None:
     prompt = [3, 5, 8]
     done = engine.client.completions.create(
@@ -67,7 +75,7 @@ def test_sigterm_ends_the_core_and_its_ranks(engine: Server) -> None:
     assert len(ranks) == 2
     engine.process.send_signal(signal.SIGTERM)
     assert engine.finish() == 0
-    assert not [pid for pid in (core, *ranks) if alive(pid)]
+    assert all_gone([core, *ranks])
 
 
 @pytest.mark.parametrize("victim", ["core", "rank"])
@@ -85,4 +93,4 @@ def test_a_killed_process_ends_everything_within_5_seconds(engine: Server, victi
     assert engine.status("/ready") in (503, None)
     assert engine.finish(5) == 1
     assert time.monotonic() - began < 5
-    assert not [pid for pid in (core, *ranks) if alive(pid)]
+    assert all_gone([core, *ranks])
