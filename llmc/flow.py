@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.lock import pin_plan
 from llmc.artifacts.plan import Plan, machine_features
@@ -103,10 +103,7 @@ def _calibration(
             raise UsageError(f"--calib {calib}: only an FP8 build is calibrated; add --fp8 or drop --calib")
         return None
     if calib is not None and Path(calib).suffix == ".json":
-        try:
-            table = CalibrationTable.from_json(Path(calib).read_bytes())
-        except OSError as error:
-            raise UsageError(f"--calib {calib}: cannot be read: {error.strerror}") from error
+        table = read_table(Path(calib))
         table.check(source.checkpoint.digest)
         return table
     from llmc.calibration import calibrate
