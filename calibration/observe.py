@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import groupby
@@ -35,12 +36,15 @@ _BATCH_TOKENS = 2048
 def calibrate(
     checkpoint: Checkpoint,
     data: Path | None = None,
-    samples: int = 8,
-    tokens: int = 256,
+    samples: int = 16,
+    tokens: int = 128,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CalibrationTable:
     """The table of this checkpoint, from `samples` samples of `tokens` tokens of `data`, or of the model's own text.
+
+    The defaults come of measuring SmolLM2: at equal tokens, many short samples are as good as few long ones, and the
+    model writes them in half the time, since a step costs nearly the same for 16 samples as for 8.
 
     Raises UsageError for data that cannot be used or sizes below 1, EnvironmentFault where modelopt is not installed.
     The same arguments give the same table on the same machine.
@@ -101,6 +105,8 @@ def _observe(mtq: Any, model: Any, samples: Samples, progress: Progress | None) 
     """Ranges by module path. The model is modelopt's afterwards and of no other use."""
     import torch
 
+    terminal = sys.stdout
+
     def run(quantized: Any) -> None:
         done = 0
         with torch.inference_mode():
@@ -108,7 +114,8 @@ def _observe(mtq: Any, model: Any, samples: Samples, progress: Progress | None) 
                 quantized(torch.tensor(batch), use_cache=False, logits_to_keep=1)
                 done += len(batch)
                 if progress is not None:
-                    progress("observing ranges", done, len(samples.ids))
+                    with contextlib.redirect_stdout(terminal):  # modelopt is kept quiet, the caller is not
+                        progress("observing ranges", done, len(samples.ids))
 
     with _quiet():
         mtq.quantize(model, _config(mtq, model), run)
