@@ -21,6 +21,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Self
 
@@ -35,6 +36,7 @@ _PADDING_ID = 0xD935  # the extra-field id that zip alignment tools use
 _LOCAL_HEADER = 30
 _ZIP64_EXTRA = 20
 _DOS_EPOCH = (1980, 1, 1, 0, 0, 0)
+_HASH_THREADS = 4
 
 
 class SectionSink:
@@ -175,19 +177,20 @@ def encode_manifest(manifest: Manifest) -> bytes:
 class Plan:
     """An open plan: `manifest`, `digest` (SHA-256 of the manifest's bytes), sections as views of the mapped file."""
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, manifest: Manifest, digest: str, file: IO[bytes]) -> None:
         self.path = path
         self.manifest = manifest
         self.digest = digest
-        self._data = data
+        self._file = file  # stays open: another file may take the path
+        self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._sections = {section.name: section for section in manifest.sections}
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Plan:
         """Maps a plan; raises PlanError when it is missing, truncated, of another format or (with `verify`) altered."""
         path = Path(path)
-        manifest, raw, data = _read_manifest(path)
-        plan = cls(path, manifest, hashlib.sha256(raw).hexdigest(), data)
+        file, raw = _read_manifest(path)
+        plan = cls(path, _decode_manifest(path, raw), hashlib.sha256(raw).hexdigest(), file)
         plan._check_layout()
         if verify and (bad := plan.altered_sections()):
             raise PlanError(
@@ -198,6 +201,11 @@ class Plan:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sections
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for processes that map parts of it themselves."""
+        return self._file.fileno()
 
     def section(self, name: str) -> memoryview:
         """A section's bytes, not copied; raises PlanError if there is none of that name."""
@@ -213,7 +221,10 @@ class Plan:
 
     def altered_sections(self) -> list[str]:
         """Names of the sections whose bytes do not match the manifest."""
-        return [s.name for s in self.manifest.sections if hashlib.sha256(self.section(s.name)).hexdigest() != s.sha256]
+        sections = self.manifest.sections
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets others run
+            digests = pool.map(lambda s: hashlib.sha256(self.section(s.name)).hexdigest(), sections)
+            return [s.name for s, digest in zip(sections, digests, strict=True) if digest != s.sha256]
 
     def _check_layout(self) -> None:
         for section in self.manifest.sections:
@@ -235,11 +246,11 @@ class Plan:
             )
 
 
-def _read_manifest(path: Path) -> tuple[Manifest, bytes, mmap.mmap]:
+def _read_manifest(path: Path) -> tuple[IO[bytes], bytes]:
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        file = path.open("rb")
+        with zipfile.ZipFile(file) as archive:
             raw = archive.read(MANIFEST)
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; `llmc build -o {path}` writes one") from None
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError, ValueError) as error:
@@ -248,7 +259,7 @@ def _read_manifest(path: Path) -> tuple[Manifest, bytes, mmap.mmap]:
         ) from error
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
-    return _decode_manifest(path, raw), raw, data
+    return file, raw
 
 
 def _decode_manifest(path: Path, raw: bytes) -> Manifest:

@@ -19,7 +19,7 @@ import traceback
 
 import msgspec
 
-from llmc.artifacts.errors import LlmcError, UsageError
+from llmc.artifacts.errors import LlmcError, PlanError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core import Core
@@ -40,7 +40,10 @@ def _serve(path: str, channel: Channel[ToCore], options: str) -> int:
         wanted = msgspec.json.decode(options, type=CoreOptions)
     except msgspec.DecodeError as error:
         raise UsageError(f"the core's options {options!r} are not valid: {error}") from error
-    with Core(Plan.open(path), channel, wanted) as core:
+    plan = Plan.open(path, verify=wanted.verified is None)
+    if wanted.verified not in (None, plan.digest):
+        raise PlanError(f"{path}: was replaced while it was being loaded; start again")
+    with Core(plan, channel, wanted) as core:
         return core.run(_process_age())
 
 

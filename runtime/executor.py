@@ -139,23 +139,21 @@ class Executor:
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
         memory_fd = os.memfd_create("llmc-step")
-        plan_fd = os.open(plan.path, os.O_RDONLY)
         try:
             os.ftruncate(memory_fd, layout.size)
             self._memory = StepMemory(layout, memory_fd)
-            self._start(layout, memory_fd, plan_fd)
+            self._start(layout, memory_fd)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(memory_fd)
-            os.close(plan_fd)
 
-    def _start(self, layout: StepLayout, memory_fd: int, plan_fd: int) -> None:
+    def _start(self, layout: StepLayout, memory_fd: int) -> None:
         manifest = self.plan.manifest
         ranks = []
         for program in manifest.ranks:
-            rank = _Rank(program.rank, (memory_fd, plan_fd))
+            rank = _Rank(program.rank, (memory_fd, self.plan.descriptor))
             ranks.append(rank)
             self._ranks[rank.socket.fileno()] = rank
             self._poll.register(rank.socket, select.POLLIN)
@@ -169,7 +167,7 @@ class Executor:
                 threads=self.threads,
                 parent=os.getpid(),
                 plan=str(self.plan.path),
-                plan_fd=plan_fd,
+                plan_fd=self.plan.descriptor,
                 memory_fd=memory_fd,
                 code=spans[0],
                 weights=spans[1],

@@ -15,7 +15,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """None: what the profile (or for `kv_bytes` and `threads` the machine) allows.
 
     `kv_bytes` counts all ranks, `num_blocks` says the same in blocks and wins; `threads` are per rank. `step_timeout`
-    is how many seconds a step may take before its ranks count as hung.
+    is how many seconds a step may take before its ranks count as hung. `verified` is the digest of a plan whose
+    sections whoever starts the core has just checked: the core then does not hash them again.
     """
 
     kv_bytes: int | None = None
@@ -25,12 +26,13 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     threads: int | None = None
     prefix_cache: bool = True
     step_timeout: float = 60.0
+    verified: str | None = None
 
     def check(self, profile: ShapeProfile) -> None:
         """Raises UsageError unless every number is positive and no larger than what the plan was built for."""
-        for name in self.__struct_fields__:
+        for name in ("kv_bytes", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "threads", "step_timeout"):
             value = getattr(self, name)
-            if value is not None and value is not True and value is not False and not value > 0:
+            if value is not None and not value > 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
         for name, most in (
             ("max_num_seqs", profile.max_num_seqs),

@@ -10,6 +10,8 @@ import ctypes
 from collections.abc import Sequence as Seq
 from typing import Self
 
+import msgspec
+
 from llmc.artifacts.errors import EnvironmentFault, LlmcError, PlanError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.core_process import CoreProcess
@@ -41,8 +43,12 @@ class Service:
         command: Seq[str] | None = None,
         progress_deadline: float = PROGRESS_DEADLINE,
     ) -> Self:
-        """Starts the core and reads the tokenizer meanwhile; `wait_ready` tells when requests may come."""
+        """Starts the core and reads the tokenizer meanwhile; `wait_ready` tells when requests may come.
+
+        `plan` has been verified by whoever opened it.
+        """
         options.check(plan.manifest.profile)
+        options = msgspec.structs.replace(options, verified=plan.digest)
         service = cls(plan, observer, progress_deadline)
         service.process = CoreProcess(plan.path, options, command)
         try:
