@@ -5,7 +5,8 @@
 //   pool.barrier(tid);                    // inside: all threads meet
 //
 // Between steps a worker spins for a moment, then sleeps until the next run: an idle server burns no CPU. Inside a step
-// waits spin, then yield (threads may outnumber cores), then sleep, since one rank may wait long for another. Workers are
+// waits spin, but briefly (the thread waited for may need this very core: long spins made small launches four times as
+// slow on a busy machine), then yield, then sleep, since one rank may wait long for another. Workers are
 // not pinned: a pinned worker waits for its CPU when another process has it, and all the others wait for the worker.
 #pragma once
 #include <atomic>
@@ -92,8 +93,8 @@ class Pool {
   }
 
  private:
-  static constexpr int kBarrierSpins = 2000, kBarrierYields = 2000;  // about 50 us alone, then yielding
-  static constexpr int kIdleSpins = 2000, kIdleYields = 50;
+  static constexpr int kBarrierSpins = 200, kBarrierYields = 2000;
+  static constexpr int kIdleSpins = 200, kIdleYields = 200;
 
   const int threads_;
   Work work_ = nullptr;
