@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc import __version__
+from llmc.artifacts import VERSION
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import CheckpointError
 from llmc.artifacts.plan import PlanWriter, encode_manifest
@@ -249,7 +249,7 @@ def _build_info(options: BuildOptions, front: _Front, table: CalibrationTable | 
     if table is not None:
         libraries["nvidia-modelopt"] = table.modelopt
     return BuildInfo(
-        compiler=f"llmc {__version__}",
+        compiler=f"llmc {VERSION}",
         toolchain=compiler.toolchain.version,
         flags=compiler.flags,
         precision=options.precision,

@@ -1,4 +1,6 @@
-"""The graph: small, frozen, printable. Comes in: operators. Goes out: `Graph`, its text and back. Must not know: passes.
+"""The graph: small, frozen, printable.
+
+Comes in: operators. Goes out: `Graph`, its text and back. Must not know: passes.
 
     graph smollm2 rank=0 tp=1 {
       %ids: i32[T] = input() {name="ids"}
@@ -7,8 +9,8 @@
       return %y
     }
 
-Attribute values are Python literals (numbers, strings, tuples, None, True/False); `@path` is the module that a node came
-from. Values are single assignment, and nodes stand in an order in which every input precedes its use.
+Attribute values are Python literals (numbers, strings, tuples, None, True/False); `@path` is the module that a node
+came from. Values are single assignment, and nodes stand in an order in which every input precedes its use.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Node:
 
     @property
     def type(self) -> TensorType:
+        """The only output's type."""
         self.out  # noqa: B018  raises for several outputs
         return self.types[0]
 
@@ -80,9 +83,11 @@ class Graph:
         return table
 
     def types(self) -> dict[str, TensorType]:
+        """Value name -> its type."""
         return {out: t for node in self.nodes for out, t in zip(node.outputs, node.types, strict=True)}
 
     def with_nodes(self, nodes: Iterable[Node], outputs: tuple[str, ...] | None = None) -> Graph:
+        """The same graph with other nodes and, where given, other returned values."""
         return dataclasses.replace(self, nodes=tuple(nodes), outputs=self.outputs if outputs is None else outputs)
 
     def validate(self, operators: Mapping[str, Any]) -> None:
@@ -121,6 +126,7 @@ def _types(types: Iterable[TensorType]) -> str:
 
 
 def format_node(node: Node) -> str:
+    """A node as one line of a graph's text."""
     attrs = ", ".join(f"{f.name}={getattr(node.attrs, f.name)!r}" for f in dataclasses.fields(node.attrs))
     text = f"%{', %'.join(node.outputs)}: {_types(node.types)} = {node.op}({', '.join('%' + i for i in node.inputs)})"
     return text + (f" {{{attrs}}}" if attrs else "") + (f" @{node.path}" if node.path else "")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from llmc.bench import Measurement
 
 
 @click.command(name="bench")
@@ -52,7 +56,7 @@ def command(
         _print(rows, prefill_tokens)
 
 
-def _print(rows: list, prefill_tokens: int) -> None:  # type: ignore[type-arg]
+def _print(rows: list[Measurement], prefill_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -13,10 +13,10 @@ import click
 @click.option(
     "--calib", type=click.Path(path_type=Path), help="Text: .txt, .jsonl or a folder. Default: the model's own."
 )
-@click.option("--samples", type=click.IntRange(min=1), help="Sequences to run.")
-@click.option("--tokens", type=click.IntRange(min=2), help="Tokens a sequence.")
+@click.option("--samples", default=16, show_default=True, type=click.IntRange(min=1), help="Sequences to run.")
+@click.option("--tokens", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens of each.")
 @click.option("--seed", default=0, show_default=True, type=int, help="For the text that the model writes itself.")
-def command(model: Path, output: Path, calib: Path | None, samples: int | None, tokens: int | None, seed: int) -> None:
+def command(model: Path, output: Path, calib: Path | None, samples: int, tokens: int, seed: int) -> None:
     """Run text through the model and write the ranges that `llmc build --fp8 --calib TABLE` reads."""
     from llmc.cli.build import _require_build_libraries
 
@@ -25,8 +25,11 @@ def command(model: Path, output: Path, calib: Path | None, samples: int | None, 
     from llmc.calibration import calibrate
     from llmc.cli.progress import make_progress
 
-    given = {name: value for name, value in (("samples", samples), ("tokens", tokens)) if value is not None}
     with make_progress() as progress, progress.stage("calibrate"):
-        table = calibrate(open_checkpoint(model), calib, seed=seed, **given)
+
+        def advance(_: str, done: int, total: int) -> None:
+            progress.advanced("calibrate", done, total)
+
+        table = calibrate(open_checkpoint(model), calib, samples, tokens, seed, advance)
     output.write_bytes(table.to_json())
     click.echo(f"{output}: {len(table.tensors)} linears, {table.data.samples} samples, {table.data.tokens} tokens")

@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from llmc.artifacts import VERSION as __version__
+
 if TYPE_CHECKING:
     from llmc.artifacts.errors import LlmcError as LlmcError
     from llmc.flow import build as build
     from llmc.runtime.engine import Engine as Engine
     from llmc.runtime.messages import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "LlmcError": "llmc.artifacts.errors",

@@ -109,7 +109,11 @@ def _calibration(
     from llmc.calibration import calibrate
 
     with progress.stage("calibrate"):
-        return calibrate(source.checkpoint, Path(calib) if calib is not None else None)
+
+        def advance(_: str, done: int, total: int) -> None:
+            progress.advanced("calibrate", done, total)
+
+        return calibrate(source.checkpoint, Path(calib) if calib is not None else None, progress=advance)
 
 
 def _ask(source: Source, path: Path, evaluate: bool, progress: Progress) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ class Probe:
         self.max_chunk = min(profile.max_num_batched_tokens, profile.max_num_seqs)
 
     def step(self, ids: Sequence[int], start: int, rows: int) -> np.ndarray:
-        """Runs tokens at positions start, start + 1, ...; logits of the last `rows`, f32[rows, vocab], until the next."""
+        """Runs tokens from position `start` on; the last `rows` logits, f32[rows, vocab], valid until the next step."""
         used = -(-(start + len(ids)) // self.plan.manifest.profile.block_size)
         return self._executor.run(StepBatch([Chunk(array("i", ids), start, self._blocks[:used], rows)]))
 

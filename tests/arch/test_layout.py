@@ -3,10 +3,13 @@
 import ast
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from llmc.artifacts import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("artifacts", "plugins", "profiles", "builder", "calibration", "runtime", "cli")
@@ -87,3 +90,8 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
         if path.suffix in PACKAGED and path.relative_to(ROOT).parts[0] in {*ROOMS, "llmc"}
     }
     assert packed == wanted
+
+
+def test_one_version() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert pyproject["project"]["version"] == VERSION
