@@ -54,6 +54,7 @@ class Node:
         return self.types[0]
 
     def replace(self, **changes: Any) -> Node:
+        """The same node with other fields."""
         return dataclasses.replace(self, **changes)
 
 
