@@ -35,6 +35,7 @@ _FLAGS = (
     "-fno-gnu-unique",
     "-fno-ident",
     "-frandom-seed=llmc",
+    "-ffunction-sections",
     "-Wall",
     "-Wno-unused-function",
 )
@@ -65,10 +66,15 @@ _ENVIRONMENT = frozenset({"PATH", "TMPDIR", "HOME", "LD_LIBRARY_PATH"})
 
 @dataclass(frozen=True)
 class _Unit:
-    """A translation unit: its text, and what stands beside it."""
+    """A translation unit: the file `name` in `folder`."""
 
-    library: int
+    folder: Path
     name: str
+
+    @property
+    def target(self) -> Path:
+        """Its object."""
+        return self.folder / f"{self.name}.o"
 
 
 class Compiler:
@@ -103,40 +109,55 @@ class Compiler:
             (folder / str(number)).mkdir()
             for name, text in files.items():
                 (folder / str(number) / name).write_text(text)
-        units = [_Unit(i, name) for i, files in enumerate(complete) for name in files if name.endswith(".cpp")]
-        count = 0
-
-        def compile_one(unit: _Unit) -> None:
-            nonlocal count
-            self._compile(folder / str(unit.library), unit.name, complete[unit.library])
-            count += 1
-            done(count)
-
-        with ThreadPoolExecutor(self.workers) as pool:
-            for future in [pool.submit(compile_one, unit) for unit in units]:
-                future.result()
+        self._objects(folder, complete, done)
         result = [self._link(folder / str(number)) for number in range(len(complete))]
         if self.cache is not None:
             self.cache.prune()
         shutil.rmtree(folder)
         return result
 
+    def _objects(self, folder: Path, libraries: Sequence[Mapping[str, str]], done: Callable[[int], None]) -> None:
+        """Compiles every unit to an object beside it; what several libraries have in common, once."""
+        units: dict[str, list[_Unit]] = {}
+        for number, files in enumerate(libraries):
+            for name in files:
+                if name.endswith(".cpp"):
+                    units.setdefault(self._key(name, files), []).append(_Unit(folder / str(number), name))
+        count = 0
+
+        def compile_one(key: str) -> None:
+            nonlocal count
+            first, *others = units[key]
+            self._compile(key, first)
+            for other in others:
+                shutil.copyfile(first.target, other.target)
+            count += len(units[key])
+            done(count)
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            futures = [pool.submit(compile_one, key) for key in units]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
     @staticmethod
     def units(sources: Sequence[Mapping[str, str]]) -> int:
         """How many translation units these sources are."""
         return sum(name.endswith(".cpp") for files in sources for name in {**_COMMON, **files})
 
-    def _compile(self, folder: Path, name: str, files: Mapping[str, str]) -> None:
-        target = folder / f"{name}.o"
-        key = self._key(name, files)
+    def _compile(self, key: str, unit: _Unit) -> None:
         stored = self.cache.get(key) if self.cache is not None else None
         if stored is not None:
-            target.write_bytes(stored)
+            unit.target.write_bytes(stored)
             return
-        places = [f"-ffile-prefix-map={folder}=.", f"-ffile-prefix-map={INCLUDE_ROOT}=llmc", f"-I{INCLUDE_ROOT}", "-I."]
-        self._run([*self.flags, "-ffunction-sections", *places, "-c", name, "-o", target.name], folder, name)
+        maps = [f"-ffile-prefix-map={unit.folder}=.", f"-ffile-prefix-map={INCLUDE_ROOT}=llmc"]
+        places = [*maps, f"-I{INCLUDE_ROOT}", "-I."]
+        self._run([*self.flags, *places, "-c", unit.name, "-o", unit.target.name], unit.folder, unit.name)
         if self.cache is not None:
-            self.cache.put(key, target.read_bytes())
+            self.cache.put(key, unit.target.read_bytes())
 
     def _link(self, folder: Path) -> bytes:
         objects = sorted(path.name for path in folder.glob("*.o"))

@@ -96,7 +96,9 @@ def _step(lowered: Lowered, program: Program, code: RangeProgram, number: int) -
         *preludes,
         *(_constant(program.constants[i], i) for i in used),
         "",
-        f"void step_{number}(const Ctx& c, int tid) {{",
+        # A list of calls gains nothing from being optimized, or from kernels inlined into it, and takes half the time
+        # of the compiler. The kernels themselves are not concerned.
+        f'__attribute__((optimize("O1"))) void step_{number}(const Ctx& c, int tid) {{',
         "  const uint8_t *w = c.rank->weights, *s = c.rank->shared;",
         "  uint8_t* a = c.rank->arena;",
         f"  const int64_t T = {tokens.min if tokens.min == tokens.max else 'c.step->num_tokens'}, "
