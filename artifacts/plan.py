@@ -151,6 +151,13 @@ class PlanWriter:
         return self.path
 
 
+def require_writable(path: Path) -> None:
+    """Raises EnvironmentFault unless a plan can be written at `path`: asked before the work that would be lost."""
+    with PlanWriter(path):
+        if path.is_dir():
+            raise EnvironmentFault(f"{path} is a folder; name a file with --output")
+
+
 @contextlib.contextmanager
 def _full_disk(path: Path) -> Iterator[None]:
     try:
@@ -162,7 +169,15 @@ def _full_disk(path: Path) -> Iterator[None]:
                 f"no space left on the disk of {path.parent} ({free / 1e6:.1f} MB free); nothing was kept. "
                 f"Free some space or choose another folder with --output"
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
+        if error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOENT,
+            errno.ENOTDIR,
+            errno.EEXIST,
+            errno.EISDIR,
+        ):
             raise EnvironmentFault(
                 f"cannot write {path.parent}: {error.strerror}; choose another path with --output"
             ) from error

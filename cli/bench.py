@@ -29,7 +29,7 @@ def command(
 
     if (against is None) != (model is None):
         raise UsageError("--against and --model go together: the peer loads the checkpoint")
-    opened = require_verified(plan)
+    opened = require_verified(plan, model)  # two systems, one model
     from llmc import bench
 
     longest = opened.manifest.profile.max_seq_len

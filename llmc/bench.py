@@ -75,12 +75,12 @@ def transformers(model: Path, threads: int) -> Iterator[System]:
             return module(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1)
 
     def decode(ids: Sequence[int], count: int) -> float:
-        cache = prefill(ids).past_key_values
+        cache = prefill(ids).cache
         start = time.perf_counter()
         with torch.inference_mode():
             for step in range(count):
                 token = torch.tensor([[ids[step % len(ids)]]])
-                cache = module(token, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+                cache = module(token, cache=cache, use_cache=True, logits_to_keep=1).cache
         return time.perf_counter() - start
 
     prefill([1])

@@ -17,7 +17,7 @@ from typing import Any
 from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.lock import pin_plan
-from llmc.artifacts.plan import Plan, machine_features
+from llmc.artifacts.plan import Plan, machine_features, require_writable
 from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
 
@@ -76,6 +76,7 @@ def build(
     progress = progress or Progress()
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
     source = Source(open_checkpoint(model))
+    require_writable(Path(output))
     with progress.stage("hash"):
         source.checkpoint.pin()
     table = _calibration(source, precision, calib, progress)

@@ -57,7 +57,7 @@ def build(model: Path, *options: object, out: Path | None = None) -> Result:
 def test_missing_and_empty_model_paths(tmp_path: Path) -> None:
     refused(build(tmp_path / "nowhere"), CHECKPOINT, "nowhere")
     (tmp_path / "empty").mkdir()
-    refused(build(tmp_path / "empty"), CHECKPOINT, "empty", "config.json")
+    refused(build(tmp_path / "empty"), CHECKPOINT, "empty folder")
 
 
 def test_truncated_safetensors(checkpoint: Path) -> None:
@@ -90,7 +90,7 @@ def test_more_ranks_than_kv_heads(checkpoint: Path) -> None:
     ("text", "words"),
     [
         ("token_rangs: []\n", ("token_rangs",)),
-        ("name: x\ntoken_ranges: [{min: 9, opt: 4, max: 8}]\nmax_num_seqs: 4\n", ("min",)),
+        ("token_ranges: [{min: 9, opt: 9, max: 8}]\nmax_num_seqs: 4\n", ("min 9", "max 8")),
         ("- a list\n", ("x.yaml",)),
     ],
 )
@@ -115,8 +115,9 @@ def test_missing_compiler(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_output_folder_that_cannot_be_written(checkpoint: Path) -> None:
     blocker = checkpoint.parent / "file"
     blocker.write_text("")
-    result = llmc("build", "--model", checkpoint, "--dtype", "fp32", "--no-evaluate", "-o", blocker / "engine.plan")
-    refused(result, ENVIRONMENT, "file")
+    for output in (blocker / "engine.plan", checkpoint):
+        result = llmc("build", "--model", checkpoint, "--dtype", "fp32", "--no-evaluate", "-o", output)
+        refused(result, ENVIRONMENT, str(output.name if output.is_dir() else blocker), "--output")
 
 
 def test_calibration_input(checkpoint: Path, tmp_path: Path) -> None:

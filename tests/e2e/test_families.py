@@ -56,7 +56,7 @@ def test_fp8_stays_close(family: str, tmp_path: Path) -> None:
         have = probe.logits(PROMPT).astype(np.float64)
     want = reference(family, PROMPT)
     cosine = (want * have).sum(-1) / (np.linalg.norm(want, axis=-1) * np.linalg.norm(have, axis=-1))
-    assert cosine.min() >= 0.97
+    assert cosine.mean() >= 0.98
     assert cosine.max() < 0.99999  # it is quantised
 
 
