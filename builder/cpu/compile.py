@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,16 +104,25 @@ class Compiler:
         error and the file where the source was kept.
         """
         complete = [{**_COMMON, **files, "exports.map": _EXPORTS} for files in sources]
-        folder = Path(tempfile.mkdtemp(prefix="llmc-build-"))
-        for number, files in enumerate(complete):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="llmc-build-"))
+            result = self._build(folder, complete, done)  # where this fails, the sources stay for whoever reads why
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror}; TMPDIR names another folder"
+            ) from error
+        return result
+
+    def _build(self, folder: Path, libraries: Sequence[Mapping[str, str]], done: Callable[[int], None]) -> list[bytes]:
+        for number, files in enumerate(libraries):
             (folder / str(number)).mkdir()
             for name, text in files.items():
                 (folder / str(number) / name).write_text(text)
-        self._objects(folder, complete, done)
-        result = [self._link(folder / str(number)) for number in range(len(complete))]
+        self._objects(folder, libraries, done)
+        result = [self._link(folder / str(number)) for number in range(len(libraries))]
         if self.cache is not None:
             self.cache.prune()
-        shutil.rmtree(folder)
         return result
 
     def _objects(self, folder: Path, libraries: Sequence[Mapping[str, str]], done: Callable[[int], None]) -> None:
@@ -123,22 +132,21 @@ class Compiler:
             for name in files:
                 if name.endswith(".cpp"):
                     units.setdefault(self._key(name, files), []).append(_Unit(folder / str(number), name))
-        count = 0
 
-        def compile_one(key: str) -> None:
-            nonlocal count
+        def compile_one(key: str) -> int:
             first, *others = units[key]
             self._compile(key, first)
             for other in others:
                 shutil.copyfile(first.target, other.target)
-            count += len(units[key])
-            done(count)
+            return len(units[key])
 
+        count = 0
         with ThreadPoolExecutor(self.workers) as pool:
             futures = [pool.submit(compile_one, key) for key in units]
             try:
-                for future in futures:
-                    future.result()
+                for future in as_completed(futures):
+                    count += future.result()
+                    done(count)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

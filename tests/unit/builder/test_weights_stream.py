@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from llmc.builder.weights.fp8 import FP8_MAX, quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.placement import ALIGN, Stored, place, stored_form
 from llmc.builder.weights.recipe import Buffer, Load, evaluate, infer, parse
-from llmc.builder.weights.stream import rows, write_weights
+from llmc.builder.weights.stream import BLOCK, KEPT, rows, write_weights
 
 F8 = NUMPY_DTYPES["f8e4m3"]
 
@@ -174,3 +175,39 @@ def test_fp8_bytes_stand_in_the_decoders_order() -> None:
         for i in range(8):
             for j in range(4):
                 assert packed[32 * group + 4 * i + j] == codes[32 * group + 8 * j + i]
+
+
+class Endless:
+    """A tensor of 400 MB as float32, made as it is read."""
+
+    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+        return (100_000, 1000)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        first, last, _ = slice(start, stop).indices(100_000)
+        return np.full((last - first, 1000), 0.5, np.float32)
+
+    def buffer(self, name: str) -> np.ndarray:
+        raise KeyError(name)
+
+
+class Nowhere:
+    """A sink that only counts."""
+
+    size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.size += len(data)
+
+
+def test_memory_stays_at_a_few_blocks_whatever_the_tensor() -> None:
+    text = "panels(fp8(load('w'), fp8_scale(load('w'))), 64)"
+    kind = infer(parse(text), Endless().shape)
+    (member,), _ = place([[Stored(text, kind, "")]])
+    sink = Nowhere()
+    tracemalloc.start()
+    write_weights(member, Endless(), sink)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sink.size == member.nbytes > 100_000_000
+    assert peak < KEPT + 6 * BLOCK < 400_000_000

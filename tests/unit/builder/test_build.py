@@ -1,0 +1,133 @@
+"""The stages of a build on a tiny checkpoint: what the plan holds, what is reported, what a failure leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmc.artifacts.errors import EnvironmentFault, LlmcError, UsageError
+from llmc.artifacts.plan import Plan
+from llmc.builder.build import BuildOptions, BuildReport, Progress, compile_plan, dry_run
+from llmc.builder.checkpoint import Checkpoint, open_checkpoint
+from tests.models import save_checkpoint
+
+torch.set_num_threads(1)
+OPTIONS = BuildOptions(precision="fp32", tp=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(save_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+class Stages(Progress):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, list[tuple[int, int | None]]] = {}
+
+    def advanced(self, name: str, done: int, total: int | None) -> None:
+        self.counts.setdefault(name, []).append((done, total))
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildReport, Plan, Stages]:
+    out, stages = tmp_path_factory.mktemp("out") / "tiny.plan", Stages()
+
+    def self_test(path: Path) -> dict[str, bytes]:
+        assert not out.exists()
+        assert Plan.open(path).manifest.build.tp == 2
+        return {"quality.json": b'{"perplexity": 11.0, "reference_perplexity": 10.0}'}
+
+    report = compile_plan(checkpoint, OPTIONS, None, out, stages, self_test)
+    return report, Plan.open(out), stages
+
+
+def test_the_plan_holds_every_section(built: tuple[BuildReport, Plan, Stages]) -> None:
+    names = {section.name for section in built[1].manifest.sections}
+    ranks = {
+        f"{kind}/rank{r}.{end}" for r in (0, 1) for kind, end in (("graph", "ir"), ("code", "so"), ("weights", "bin"))
+    }
+    texts = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    rest = {"weights/shared.bin", "config.json", "report.json", "quality.json"}
+    assert names == ranks | {f"tokenizer/{t}" for t in texts} | rest
+
+
+def test_the_manifest_says_what_the_sections_are(built: tuple[BuildReport, Plan, Stages]) -> None:
+    report, plan, _ = built
+    manifest = plan.manifest
+    assert plan.digest == report.digest
+    for rank in manifest.ranks:
+        assert plan.entry(rank.weights).size == rank.weights_bytes
+    assert plan.entry(manifest.shared_weights).size == manifest.shared_bytes > 0
+    assert sum(rank.vocab_size for rank in manifest.ranks) == manifest.model.vocab_size
+    assert [rank.vocab_start for rank in manifest.ranks] == [0, manifest.ranks[0].vocab_size]
+    assert manifest.build.config == {
+        "precision": "fp32", "kv_dtype": "f32", "tp": 2, "profile": "chat", "target": "cpu:x86-64-v3",
+    }  # fmt: skip
+    assert all(rank.launches_per_layer <= 8 for rank in manifest.ranks)
+    assert manifest.build.launches_eager_per_layer > 8
+    assert json.loads(bytes(plan.section("report.json")))["launches"]["paged_attention"] == 2
+
+
+def test_a_dry_run_says_beforehand_what_the_build_takes(
+    checkpoint: Checkpoint, built: tuple[BuildReport, Plan, Stages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a dry run reads no weights"))
+    monkeypatch.setattr("llmc.builder.cpu.compile.Compiler._run", lambda *_: pytest.fail("a dry run compiles nothing"))
+    assert dry_run(checkpoint, OPTIONS) == built[0].memory
+
+
+def test_a_dry_run_of_fp8_needs_no_calibration(checkpoint: Checkpoint) -> None:
+    memory = dry_run(checkpoint, BuildOptions(precision="fp8", tp=1))
+    assert memory.precision == "fp8"
+    assert memory.comm_bytes == memory.shared_bytes == 0
+    assert memory.weights_bytes < dry_run(checkpoint, BuildOptions(precision="fp32", tp=1)).weights_bytes
+
+
+def test_the_report_has_every_stage_and_the_peak(built: tuple[BuildReport, Plan, Stages]) -> None:
+    report, _, stages = built
+    assert list(report.seconds) == ["trace", "passes", "lower", "compile", "weights", "seal"]
+    for name in ("compile", "weights"):
+        done, total = stages.counts[name][-1]
+        assert done <= total  # type: ignore[operator]
+    assert stages.counts["compile"][-1] == (10, 10)
+    assert report.peak_memory_bytes > 50_000_000
+    rows = dict(report.rows())
+    assert rows["perplexity"] == "11, Hugging Face at fp32 10 (+10.00%)"
+    assert "8.0 compiled" in rows["launches a layer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        (BuildOptions(cxx="no-such-compiler"), EnvironmentFault, "'no-such-compiler' is not there"),
+        (BuildOptions(target="cpu:486"), UsageError, "'cpu:486' is not one of"),
+        (BuildOptions(profile="nightly"), UsageError, "'nightly' is neither"),
+        (BuildOptions(precision="fp8"), UsageError, "calibration table"),
+        (BuildOptions(precision="fp16"), UsageError, "'fp16' is not one of"),
+    ],
+)
+def test_a_failed_build_leaves_nothing(
+    options: BuildOptions, error: type[LlmcError], reason: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=reason):
+        compile_plan(checkpoint, options, None, tmp_path / "x.plan", Progress())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_self_test_leaves_the_old_plan(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    out = tmp_path / "x.plan"
+    out.write_bytes(b"old")
+
+    def self_test(path: Path) -> dict[str, bytes]:
+        raise LlmcError("not good enough")
+
+    with pytest.raises(LlmcError, match="not good enough"):
+        compile_plan(checkpoint, OPTIONS, None, out, Progress(), self_test)
+    assert out.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.plan"]
