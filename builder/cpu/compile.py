@@ -110,7 +110,7 @@ class Compiler:
             shutil.rmtree(folder)
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror}; TMPDIR names another folder"
+                f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror}; TMPDIR names another"
             ) from error
         return result
 
