@@ -24,6 +24,7 @@ from llmc.artifacts.plan import Plan
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core import Core
 from llmc.runtime.executor import ParentGone
+from llmc.runtime.machine import die_with
 from llmc.runtime.messages import Fatal, ToCore
 from llmc.runtime.options import CoreOptions
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, path, descriptor, options = argv
     channel: Channel[ToCore] = Channel(socket.socket(fileno=int(descriptor)), ToCore)
+    # A front end that had gone before this line has closed the channel, which is noticed there.
+    die_with(os.getppid())
     try:
         return _serve(path, channel, options)
     except (ChannelClosed, ParentGone):

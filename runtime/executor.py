@@ -27,7 +27,7 @@ from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.kv_size import choose_num_blocks
-from llmc.runtime.machine import available_memory, usable_cpus
+from llmc.runtime.machine import STOPPED_SECONDS, available_memory, is_stopped, usable_cpus
 from llmc.runtime.native import Library
 from llmc.runtime.rank_main import DONE, FAILED, MAX_DATAGRAM, READY, RankConfig
 from llmc.runtime.step import Chunk, StepBatch
@@ -37,8 +37,6 @@ C = TypeVar("C", bound=Chunk)
 _COMMAND = (sys.executable, "-P", "-m", "llmc.runtime.rank_main")
 #: Seconds that ranks may take to load.
 LOAD_TIMEOUT = 300.0
-#: Seconds after which a rank whose process is stopped (SIGSTOP, a debugger) counts as lost.
-STOPPED_TIMEOUT = 3.0
 _CLOSE_SECONDS = 1.0
 
 
@@ -77,12 +75,8 @@ class _Rank:
         return b""
 
     def is_stopped(self) -> bool:
-        """Whether the process is halted, so that no amount of waiting will help."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "Tt"
-        except OSError:
-            return False
+        """Whether the process is halted."""
+        return is_stopped(self.process.pid)
 
     def ending(self, wait: float) -> str | None:
         """How the process ended, in words; None if it still runs after `wait` seconds."""
@@ -230,7 +224,7 @@ class Executor:
     def _check_progress(self, waiting: set[int], seconds: float, timeout: float) -> None:
         ranks = [self._ranks[descriptor] for descriptor in sorted(waiting)]
         stopped = [rank for rank in ranks if rank.is_stopped()]
-        if stopped and seconds > STOPPED_TIMEOUT:
+        if stopped and seconds > STOPPED_SECONDS:
             self._give_up(f"{_name(stopped)} is stopped (SIGSTOP or a debugger); no answer for {seconds:.1f} s")
         if seconds > timeout:
             self._give_up(f"{_name(ranks)} gave no answer for {seconds:.1f} s (the timeout is {timeout:g} s)")

@@ -178,6 +178,11 @@ class FrontEnd:
             self._end_with_error(live, error)
 
     @property
+    def progress(self) -> float:
+        """When the core last did something for a request, by the event loop's clock."""
+        return self._progress
+
+    @property
     def in_flight(self) -> int:
         """Sequences that have not ended."""
         return len(self._live)

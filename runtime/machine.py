@@ -1,11 +1,13 @@
-"""What this process may use of the machine: processors and memory, control groups taken into account.
+"""What this process may use of the machine, control groups taken into account; how its processes depend on each other.
 
-Comes in: /proc, /sys/fs/cgroup. Goes out: two numbers. Must not know: plans. Standard library only.
+Comes in: /proc, /sys/fs/cgroup. Goes out: numbers. Must not know: plans. Standard library only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 #: Version 1 says "no limit" with a number close to 2**63.
 _UNLIMITED = 1 << 60
+_PR_SET_PDEATHSIG = 1
+#: Seconds after which a process of the engine that is stopped (SIGSTOP, a debugger) counts as lost.
+STOPPED_SECONDS = 3.0
 
 
 def usable_cpus(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
@@ -98,3 +103,24 @@ def _meminfo(path: Path, name: str) -> int:
         if key == name:
             return int(value.split()[0]) * 1024
     raise RuntimeError(f"{path} has no {name}")
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends; ends it if `parent` is gone already.
+
+    It holds for a process that hangs or is stopped, which would never see that a socket has closed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is halted, so that no amount of waiting will help. False for one that is not there."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

@@ -9,7 +9,7 @@ It ends when the socket does, and the kernel kills it when its parent dies.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import mmap
 import os
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
+from llmc.runtime.machine import die_with
 from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepRefused
 from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
 
@@ -28,7 +29,6 @@ READY, DONE, FAILED = b"R", b"D", b"F"
 #: Largest datagram either way.
 MAX_DATAGRAM = 1 << 16
 _MAX_REASON = 4000  # characters; each takes up to 12 bytes in JSON
-_PR_SET_PDEATHSIG = 1
 _MAP_NORESERVE = 0x4000
 _Span = tuple[int, int]  # offset and size in the plan's file, in bytes
 
@@ -66,15 +66,6 @@ class RankConfig:
 def failure(kind: str, message: str) -> bytes:
     """The datagram that says why a rank cannot go on: `kind` is an error class's name."""
     return FAILED + json.dumps([kind, message[:_MAX_REASON]]).encode()
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, and ends it if that has happened already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _map_file(descriptor: int, span: _Span) -> np.ndarray:
@@ -134,18 +125,24 @@ def main(argv: list[str]) -> int:
         return 0
     config = RankConfig.decode(data)
     try:
-        _die_with(config.parent)
+        die_with(config.parent)
         engine, memory = _load(config)
         _serve(sock, engine, memory)
-    except BrokenPipeError:
+    except (BrokenPipeError, ConnectionResetError):
         return 0  # nobody is there to answer to
     except (LlmcError, StepRefused, RankFailure) as error:
-        sock.send(failure(type(error).__name__, str(error)))
+        _report(sock, failure(type(error).__name__, str(error)))
         return 1
     except Exception as error:
-        sock.send(failure(type(error).__name__, f"rank {config.rank}: {error!r}; a traceback is in the log"))
+        _report(sock, failure(type(error).__name__, f"rank {config.rank}: {error!r}; a traceback is in the log"))
         raise
     return 0
+
+
+def _report(sock: socket.socket, reason: bytes) -> None:
+    # When several ranks fail the first answer decides, and nobody may be left to read the others.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sock.send(reason)
 
 
 if __name__ == "__main__":

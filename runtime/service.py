@@ -5,6 +5,7 @@ Comes in: an open `Plan`, `CoreOptions`. Goes out: `Service`. Must not know: HTT
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 from collections.abc import Sequence as Seq
@@ -16,10 +17,14 @@ from llmc.artifacts.errors import EnvironmentFault, LlmcError, PlanError, UsageE
 from llmc.artifacts.plan import Plan
 from llmc.runtime.core_process import CoreProcess
 from llmc.runtime.front import PROGRESS_DEADLINE, FrontEnd, Observer
+from llmc.runtime.machine import STOPPED_SECONDS, is_stopped
 from llmc.runtime.messages import Abort, FromCore, Ready, Shutdown, Submit
 from llmc.runtime.model_text import ModelText
 from llmc.runtime.options import CoreOptions
 
+_WATCH_SECONDS = 0.5
+#: Beyond its own step timeout, so long may the core be silent with requests in flight, in seconds.
+_STUCK_SECONDS = 10.0
 _ERROR_OF_EXIT: dict[int, type[LlmcError]] = {2: UsageError, 3: PlanError}
 
 
@@ -32,6 +37,7 @@ class Service:
         self.plan = plan
         self.process: CoreProcess | None = None
         self.front = FrontEnd(self._send, observer, progress_deadline)
+        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -55,6 +61,7 @@ class Service:
             service.text = ModelText(plan)
             _trim()
             await service.process.connect(service._receive, service._on_gone)
+            service._watcher = asyncio.create_task(service._watch(options.step_timeout + _STUCK_SECONDS))
         except BaseException:
             await service.close()
             raise
@@ -72,10 +79,35 @@ class Service:
 
     async def close(self) -> None:
         """Ends the core; requests in flight end with an error."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         self.front.abort_all("the engine is shutting down")
         if self.process is not None:
             await self.process.stop()
         self.front.fail("the engine was shut down")
+
+    async def _watch(self, patience: float) -> None:
+        """Kills a core that is stopped, or silent for `patience` seconds: it would neither answer nor close its socket.
+
+        It counts its own turns, not time: time also passes while this very process is stopped.
+        """
+        assert self.process is not None
+        stopped = silent = 0
+        progress = self.front.progress
+        while self.front.failure is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            stopped = stopped + 1 if is_stopped(self.process.process.pid) else 0
+            silent = silent + 1 if self.front.in_flight and self.front.progress == progress else 0
+            progress = self.front.progress
+            if stopped * _WATCH_SECONDS >= STOPPED_SECONDS:
+                self._give_up("is stopped (SIGSTOP or a debugger)")
+            elif silent * _WATCH_SECONDS >= patience:
+                self._give_up(f"has made no step for {patience:g} s")
+
+    def _give_up(self, how: str) -> None:
+        assert self.process is not None
+        self.front.fail(f"the engine core {how}")
+        self.process.process.kill()
 
     def _send(self, message: Submit | Abort | Shutdown) -> None:
         assert self.process is not None

@@ -16,6 +16,7 @@ import pytest
 
 from llmc.artifacts.errors import EnvironmentFault
 from llmc.artifacts.plan import Plan
+from llmc.runtime import executor as executor_module
 from llmc.runtime.executor import Executor, ParentGone, RankLost
 from llmc.runtime.step import Chunk, StepBatch
 from llmc.runtime.step_memory import StepLayout, StepMemory
@@ -137,6 +138,15 @@ time.sleep(60)
 def test_a_plan_without_room_for_kv(plan: Plan) -> None:
     with pytest.raises(EnvironmentFault, match=r"the KV pool does not fit: 1000000000000 blocks x 96 bytes"):
         Executor(plan, num_blocks=10**12)
+
+
+def test_when_every_rank_fails_to_load_the_first_answer_is_the_only_message(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(executor_module, "available_memory", lambda: 1 << 62)
+    with pytest.raises(EnvironmentFault, match="cannot allocate .* for the KV pool"):
+        Executor(plan, num_blocks=10**13)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_imports_only_what_it_needs() -> None:

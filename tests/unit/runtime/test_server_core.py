@@ -78,19 +78,31 @@ def test_sigterm_ends_the_core_and_its_ranks(engine: Server) -> None:
     assert all_gone([core, *ranks])
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", ["core", "rank"])
-def test_a_killed_process_ends_everything_within_5_seconds(engine: Server, victim: str) -> None:
+def test_a_killed_or_stopped_process_ends_everything_within_5_seconds(
+    engine: Server, victim: str, number: signal.Signals
+) -> None:
     core = engine.core_pid()
     ranks = children(core)
     stream = engine.client.completions.create(
-        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=40, extra_body={"ignore_eos": True}
+        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=90, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     began = time.monotonic()
-    os.kill(core if victim == "core" else ranks[1], signal.SIGKILL)
+    os.kill(core if victim == "core" else ranks[1], number)
     with pytest.raises(openai.APIError, match="generation failed"):
         list(stream)
     assert engine.status("/ready") in (503, None)
     assert engine.finish(5) == 1
     assert time.monotonic() - began < 5
+    assert "Traceback" not in engine.log
+    assert all_gone([core, *ranks])
+
+
+def test_a_core_that_is_stopped_dies_with_its_front_end(engine: Server) -> None:
+    core = engine.core_pid()
+    ranks = children(core)
+    os.kill(core, signal.SIGSTOP)
+    engine.process.kill()
     assert all_gone([core, *ranks])

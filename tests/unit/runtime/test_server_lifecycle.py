@@ -1,8 +1,10 @@
 """Starting, stopping, clients that leave, cores that die: nobody waits for ever, and /ready tells the truth."""
 
+import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +15,11 @@ import httpx
 import openai
 import pytest
 
+from llmc.artifacts.plan import Plan
+from llmc.runtime import service
+from llmc.runtime.options import CoreOptions
 from tests.unit.runtime.fake_plan import write_plan
-from tests.unit.runtime.servers import Server, fake_server
+from tests.unit.runtime.servers import FAKE_CORE, Server, fake_server
 
 LONG: dict[str, Any] = {"prompt": "one two three", "max_tokens": 400}
 
@@ -134,6 +139,23 @@ def test_a_stopped_core_takes_readiness_down(fake_plan: Path) -> None:
         server.wait_for(lambda: server.status("/ready") == 503)
         assert "no step for" in server.http.get("/ready").json()["error"]["message"]
         assert server.status("/health") == 200
+
+
+def test_a_core_that_makes_no_step_is_given_up(fake_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_STUCK_SECONDS", 0.0)
+
+    async def ask() -> str | None:
+        options = CoreOptions(step_timeout=1.0)
+        running = await service.Service.start(Plan.open(fake_plan), options, command=(sys.executable, FAKE_CORE))
+        try:
+            await running.wait_ready()
+            request = running.text.request(running.text.tokenizer.encode("<|hang|>"), running.text.params({}))
+            deltas = [delta async for _, delta in running.front.submit([request])]
+            return deltas[-1].error
+        finally:
+            await running.close()
+
+    assert asyncio.run(ask()) == "the engine core has made no step for 1 s"
 
 
 def test_it_listens_while_it_loads(fake_plan: Path) -> None:
