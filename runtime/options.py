@@ -11,6 +11,10 @@ from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import ShapeProfile
 
 
+#: As many as the compiled code has places for.
+MAX_THREADS = 1024
+
+
 class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """None: what the profile (or for `kv_bytes` and `threads` the machine) allows.
 
@@ -34,6 +38,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise UsageError(f"--threads is {self.threads}; a rank takes at most {MAX_THREADS}")
         for name, most in (
             ("max_num_seqs", profile.max_num_seqs),
             ("max_num_batched_tokens", profile.max_num_batched_tokens),
