@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import llmc
+from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.reference import load_reference
 from llmc.calibration.quality import evaluation_windows
@@ -173,3 +175,9 @@ def test_a_killed_rank_fails_what_is_running(engine: Engine) -> None:
     threading.Timer(0.5, os.kill, (ranks[-1], signal.SIGKILL)).start()
     with pytest.raises(llmc.LlmcError, match="rank"):
         engine.generate(["Count to one thousand:"] * 4, SamplingParams(max_tokens=1500, ignore_eos=True))
+
+
+def test_fp8_costs_at_most_four_percent_of_perplexity(smollm2_plan: Path) -> None:
+    quality = json.loads(bytes(Plan.open(smollm2_plan).section("quality.json")))
+    assert (quality["run"], quality["text"], quality["tokens"]) == ("done", "pydoc_data.topics", 12 * 511)
+    assert 1 < quality["perplexity"] / quality["reference_perplexity"] <= 1.04
