@@ -60,7 +60,7 @@ def engine(path: Path, threads: int | None = None) -> Iterator[System]:
 @contextmanager
 def transformers(model: Path, threads: int) -> Iterator[System]:
     """Hugging Face transformers, eager, float32, with its own KV cache."""
-    import torch
+    import torch  # before the builder, which tells OpenMP to spare other processes: the peer runs as it comes
 
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.reference import load_reference

@@ -50,7 +50,10 @@ class Source:
         """Token ids of text, with the BOS that the tokenizer itself adds."""
         from tokenizers import Tokenizer
 
-        return list(Tokenizer.from_str(self.checkpoint.tokenizer_json.decode()).encode(text).ids)
+        tokenizer = Tokenizer.from_str(self.checkpoint.tokenizer_json.decode())
+        tokenizer.no_truncation()  # a file can switch either on, for whoever used it last
+        tokenizer.no_padding()
+        return list(tokenizer.encode(text).ids)
 
 
 def build(

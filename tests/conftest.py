@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import llmc.builder  # noqa: F401  before anything imports PyTorch: it says how OpenMP waits
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
