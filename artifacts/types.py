@@ -27,6 +27,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "bool": np.dtype(np.bool_),
 }
 
+#: The largest finite E4M3 number.
+FP8_MAX = 448.0
+
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]")
 
 

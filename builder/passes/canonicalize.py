@@ -17,7 +17,7 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.passes.layout import Emitter, Lazy
 from llmc.builder.passes.rewrite import report, tidy
-from llmc.builder.primitives.elementwise import BINARY, UNARY
+from llmc.plugins.pointwise.functions import BINARY, UNARY
 
 Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.merge_linears import GATES, gated_product
+from llmc.builder.passes.merge_linears import gated_product
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
+from llmc.plugins.linear import ACTIVATIONS
 
 
 def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
@@ -25,7 +26,7 @@ def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
                 gated.append(node.path)
             else:
                 missed.append(node.path)
-        elif node.op in GATES:
+        elif node.op in ACTIVATIONS:
             source = view.producer(node.inputs[0], "linear")
             if source and view.only_user(source.out) and _open(source):
                 edit.swap(node, _with_epilogue(view, edit, node, source, node.op))

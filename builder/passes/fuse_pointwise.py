@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.elementwise import ELEMENTWISE
 from llmc.builder.passes.rewrite import Edit, View, report
+from llmc.plugins.pointwise.functions import ELEMENTWISE
 
 
 def fuse_pointwise(graph: Graph) -> tuple[Graph, PassReport]:

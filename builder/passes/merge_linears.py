@@ -14,9 +14,7 @@ from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Concat
-
-#: Activations that a linear's gated epilogue can apply.
-GATES = ("relu", "silu", "gelu", "gelu_tanh")
+from llmc.plugins.linear import ACTIVATIONS
 
 
 def merge_qkv(graph: Graph) -> tuple[Graph, PassReport]:
@@ -43,7 +41,7 @@ def gated_product(view: View, node: Node) -> tuple[str, str, Node] | None:
     if node.op != "mul" or len({view.types[name] for name in node.inputs}) != 1:
         return None
     for acted, up in (node.inputs, node.inputs[::-1]):
-        activation = view.producer(acted, *GATES)
+        activation = view.producer(acted, *ACTIVATIONS)
         if activation and view.only_user(acted) is node and activation.inputs[0] != up:
             return activation.inputs[0], up, activation
     return None

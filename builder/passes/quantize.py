@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
-from llmc.artifacts.types import TensorType
+from llmc.artifacts.types import FP8_MAX, TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.fp8 import FP8_MAX
 from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, leaves
 
 

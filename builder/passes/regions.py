@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Node
-from llmc.builder.passes.elementwise import ELEMENTWISE
 from llmc.builder.passes.rewrite import View, size_of
 from llmc.builder.passes.weight import weight_recipe
+from llmc.plugins.pointwise.functions import ELEMENTWISE
 
 #: Kernels read weights in panels of this many outputs; shards are multiples of it where there are enough.
 PANEL = 64

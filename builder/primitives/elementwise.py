@@ -1,18 +1,19 @@
 """Elementwise operators: unary, binary with numpy's broadcasting, and the change of dtype.
 
 Comes in: tensors of any shape. Goes out: `OPERATORS`, `broadcast_dims`. Must not know: which of them get fused.
+Their names and values are those of plugins/pointwise, which is what they are fused into.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 from llmc.plugins.operator import Operator, StepContext
+from llmc.plugins.pointwise.functions import BINARY, UNARY
 
 
 @dataclass(frozen=True)
@@ -26,48 +27,6 @@ class CastAttrs:
 
     dtype: str
 
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-#: Computed in float64 and rounded to float32, so that these are the truth and not another rounding.
-UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "neg": np.negative,
-    "exp": np.exp,
-    "log": np.log,
-    "tanh": np.tanh,
-    "cos": np.cos,
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sigmoid": _sigmoid,
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda x: np.maximum(x, 0),
-    "erf": _erf,
-    "abs": np.abs,
-    "square": np.square,
-    "reciprocal": lambda x: 1 / x,
-}
-
-BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "pow": np.power,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-}
 
 #: What integers have too; the others are f32 only.
 _ON_INTEGERS = frozenset({"neg", "abs", "add", "sub", "mul", "maximum", "minimum"})
@@ -98,8 +57,9 @@ def _unary(name: str) -> Operator:
         return (x,)
 
     def reference(context: StepContext, attrs: NoAttrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """In float64, rounded once: the truth, not another rounding."""
         (x,) = inputs
-        with np.errstate(over="ignore", divide="ignore"):  # exp(-x) of a large -x: the quotient is 0, as it should be
+        with np.errstate(over="ignore", divide="ignore"):
             return (np.asarray(function(x.astype(np.float64))).astype(x.dtype),)
 
     return Operator(name, NoAttrs, infer, reference)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES
 
-#: The largest finite E4M3 number.
-FP8_MAX = 448.0
 _E4M3 = NUMPY_DTYPES["f8e4m3"]
 _SMALLEST_NORMAL = np.float32(2.0**-6)
 #: Adding and subtracting it leaves a multiple of 2^-9, what E4M3 has below its smallest normal number.

@@ -9,7 +9,7 @@ Every leaf is float32, whatever the checkpoint stores: a dtype changes only wher
     buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
-    fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 for a row of zeros
+    fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
     pad(r, axis, n)             zeros behind, until the axis has n entries
     panels(r, width)            the layout that linear kernels read, see `pack_panels`
     panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
@@ -25,8 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.weights.fp8 import FP8_MAX as FP8_MAX
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 
@@ -334,8 +333,8 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
         case Fp8():
             return quantize_fp8(value, values[1][:, None])
         case Fp8Scale():
-            amax = np.abs(value).max(axis=tuple(range(1, value.ndim)))
-            return np.where(amax > 0, amax / np.float32(FP8_MAX), np.float32(1)).astype(np.float32)
+            scale = np.abs(value).max(axis=tuple(range(1, value.ndim))) / np.float32(FP8_MAX)
+            return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
         case Pad(_, axis, size):
             return _pad(value, axis, size)
         case Panels(_, width):

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
 from llmc.plugins.operator import Operator, StepContext
 from llmc.plugins.pointwise.functions import UNARY
 
-#: The largest finite E4M3 number.
-FP8_MAX = np.float32(448)
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 EPILOGUES = ("none", *ACTIVATIONS, *(f"{name}_gate" for name in ACTIVATIONS))
 
@@ -46,8 +44,8 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(f"{x} times {w}: K must be the same number in both")
     if quantized + (attrs.x_scale is not None) + attrs.x_dynamic not in (0, 2):
         raise ValueError(f"x_scale={attrs.x_scale} and x_dynamic={attrs.x_dynamic}: exactly one, and only for f8e4m3")
-    if attrs.x_scale is not None and not 0 < attrs.x_scale < float("inf"):
-        raise ValueError(f"x_scale={attrs.x_scale} is not a positive number")
+    if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
+        raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
     if attrs.epilogue not in EPILOGUES:
         raise ValueError(f"epilogue {attrs.epilogue!r} is not one of {', '.join(EPILOGUES)}")
     if attrs.all_reduce and attrs.epilogue != "none":
@@ -71,7 +69,7 @@ def quantize_x(x: np.ndarray, x_scale: float | None) -> tuple[np.ndarray, np.nda
     """
     if x_scale is None:
         amax = np.abs(x).max(axis=-1, keepdims=True)
-        scale = np.where(amax == 0, np.float32(1), amax / FP8_MAX).astype(np.float32)
+        scale = np.where(amax == 0, np.float32(1), amax / np.float32(FP8_MAX)).astype(np.float32)
     else:
         scale = np.full((len(x), 1), x_scale, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,6 +1,6 @@
 """The elementwise functions: name -> numpy. `plugins/cpu/functions.h` has the same names for kernels.
 
-Comes in: nothing. Goes out: `UNARY`, `BINARY`. Must not know: who uses them.
+Comes in: nothing. Goes out: `UNARY`, `BINARY`, `ELEMENTWISE`. Must not know: who uses them.
 Callers that want the truth give float64 and round the result.
 """
 
@@ -52,3 +52,6 @@ BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "maximum": np.maximum,
     "minimum": np.minimum,
 }
+
+#: The names of both.
+ELEMENTWISE = frozenset(UNARY) | frozenset(BINARY)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmc.builder.weights.fp8 import FP8_MAX
+from llmc.artifacts.types import FP8_MAX
 from llmc.builder.weights.recipe import (
     Cast,
     Concat,
@@ -147,6 +147,15 @@ def test_fp8_is_close_saturates_and_survives_zero_rows() -> None:
     assert scale[3] == 1
     np.testing.assert_allclose(np.abs(quantized).max(axis=1)[scale != 1], FP8_MAX)
     np.testing.assert_allclose(quantized * scale[:, None], weights, rtol=1 / 16, atol=2**-9 * scale.max())
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 5e-43, 1e-38])
+def test_a_row_of_next_to_nothing_gets_a_scale_above_zero(largest: float) -> None:
+    source = Tensors()
+    source.read = lambda name, start=None, stop=None: np.array([[largest, 0]], np.float32)  # type: ignore[method-assign]
+    scale, quantized = evaluate(Fp8Scale(Load("w")), source), evaluate(_fp8(Load("w")), source).astype(np.float32)
+    assert scale[0] > 0
+    assert np.isfinite(quantized).all()
 
 
 def test_panels_hold_outputs_side_by_side() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.errors import CheckpointError
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.weights.fp8 import FP8_MAX, quantize_fp8
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
+from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.placement import ALIGN, Stored, place, stored_form
 from llmc.builder.weights.recipe import Buffer, Load, evaluate, infer, parse
