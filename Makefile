@@ -31,7 +31,7 @@ test: check unit
 check: $(INSTALLED) build/tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/__init__.py
+	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/*.py
 	cd build/tree && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 
 unit: $(INSTALLED) $(PLAN)

@@ -1,12 +1,14 @@
 """The command line: parses options, calls one function, prints. Commands are imported when they are used.
 
-Comes in: arguments. Goes out: text, and an exit code: 0, that of an LlmcError, 2 for wrong usage, 130 after Ctrl-C.
+Comes in: arguments. Goes out: text, and an exit code: 0, that of an LlmcError, 2 for wrong usage, 130 after Ctrl-C,
+1 for a defect of llmc itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 
 import click
 
@@ -49,6 +51,15 @@ class _Commands(click.Group):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("LLMC_TRACEBACK"):
+                raise
+            # A defect of llmc, not of its input; still one line, and a way to see more.
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            click.echo(f"error: internal error: {text}; LLMC_TRACEBACK=1 shows where. Please report it", err=True)
+            ctx.exit(1)
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -185,3 +185,21 @@ def test_dry_run_needs_no_compiler_and_writes_nothing(checkpoint: Path, monkeypa
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)
     assert not (checkpoint.parent / "engine.plan").exists()
+
+
+def test_a_defect_of_llmc_is_one_line_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("llmc.flow.build", broken)
+    result = llmc("build", "--model", checkpoint, "--dtype", "fp32")
+    refused(result, 1, "RuntimeError: first line", "LLMC_TRACEBACK=1")
+    assert "second line" not in result.output
+    with_trace = llmc("build", "--model", checkpoint, "--dtype", "fp32", env={"LLMC_TRACEBACK": "1"})
+    assert isinstance(with_trace.exception, RuntimeError)
+
+
+def test_a_config_that_transformers_refuses(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": "wide"}))
+    refused(build(checkpoint), CHECKPOINT, "config.json", "hidden_size")
