@@ -19,34 +19,13 @@ from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower
 from llmc.builder.cpu.program import Lowered
 from llmc.builder.cpu.toolchain import find_compiler
-from llmc.builder.weights.recipe import Buffer, Load
 from llmc.builder.weights.stream import write_weights
 from llmc.plugins.operator import StepContext
 from llmc.profiles import load_target
 from llmc.runtime.native import Library, RankMemory, StepArrays
+from tests.unit.builder.weights_of import Tensors
 
 PROFILE = ShapeProfile("test", (TokenRange(1, 1, 4), TokenRange(5, 64, 64)), 8, 256, 16)
-
-
-class Tensors:
-    """Tensors and buffers in memory, as `write_weights` reads them."""
-
-    def __init__(self, tensors: Mapping[str, np.ndarray], buffers: Mapping[str, np.ndarray]) -> None:
-        self.tensors, self.buffers = tensors, buffers
-
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
-        return (self.tensors if isinstance(leaf, Load) else self.buffers)[leaf.name].shape
-
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        value = self.tensors[name]
-        return value[start:stop] if value.ndim else value
-
-    def buffer(self, name: str) -> np.ndarray:
-        return self.buffers[name]
-
-
-def model_tensors(model: Any, buffers: Mapping[str, np.ndarray]) -> Tensors:
-    return Tensors({name: value.detach().numpy() for name, value in model.state_dict().items()}, buffers)
 
 
 def aligned(data: bytes | int) -> np.ndarray:

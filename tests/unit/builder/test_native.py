@@ -16,11 +16,11 @@ from llmc.builder import pipeline
 from llmc.builder.interpreter import Batch, run_ranks
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.builder.trace import trace_model
-from llmc.builder.weights.recipe import evaluate, parse
 from llmc.profiles import load_target
 from llmc.runtime.native import RankFailure, StepRefused
 from tests.models import VOCAB, tiny_config, tiny_model
-from tests.unit.builder.native_engine import Engines, Tensors, compile_all, lower_for_test, model_tensors
+from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
+from tests.unit.builder.weights_of import Tensors, model_tensors, params_of
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(600)
@@ -77,7 +77,7 @@ def native_logits(case: tuple[str, int, str], steps: Any = STEPS, **options: Any
 def test_engines_compute_what_the_interpreter_computes(case: tuple[str, int, str]) -> None:
     graphs = compiled(case).graphs
     tensors = model(case[0])[1]
-    params = cache(lambda text: evaluate(parse(text), tensors))
+    params = params_of(tensors)
     batches = [batch(case, rank) for rank in range(len(graphs))]
     rng = np.random.default_rng(0)
     for counts, have in zip(STEPS, native_logits(case), strict=True):

@@ -17,7 +17,7 @@ from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.trace import Traced, trace_model
 from tests.models import FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
-from tests.unit.builder.weights_of import params_of
+from tests.unit.builder.weights_of import model_tensors, params_of
 
 torch.set_num_threads(1)
 
@@ -63,7 +63,7 @@ def test_ragged_prefill(family: str, form: str) -> None:
     model, result, _ = traced(family)
     graph = graph_of(family, form)
     batch = Batch(graph, [len(p) for p in prompts()])
-    (logits,) = run(graph, *batch.step(prompts(), rows="all"), params_of(model, result.buffers))
+    (logits,) = run(graph, *batch.step(prompts(), rows="all"), params_of(model_tensors(model, result.buffers)))
     assert_close(logits.reshape(-1, VOCAB), np.concatenate(expected(family)))
 
 
@@ -73,7 +73,7 @@ def test_chunks_and_decodes_through_the_cache(family: str, form: str) -> None:
     """The first prompt comes in chunks, the second token by token, the third joins late; all mixed in one step."""
     model, result, _ = traced(family)
     graph = graph_of(family, form)
-    params = params_of(model, result.buffers)
+    params = params_of(model_tensors(model, result.buffers))
     cuts = [[0, 9, 10, 11, len(prompts()[0])], [0, 3, 4, 5, 6], [0, 0, 7, 7, len(prompts()[2])]]
     batch = Batch(graph, [len(p) for p in prompts()], block_size=3, seed=1)
     for step in range(4):
@@ -200,7 +200,7 @@ def test_unknown_functions_are_translated(monkeypatch: pytest.MonkeyPatch, chang
         wanted = model(torch.tensor([prompts()[1]]), use_cache=False).logits[0].numpy()
     for graph in (result.graph, canonicalize(result.graph)[0]):
         batch = Batch(graph, [6])
-        (logits,) = run(graph, *batch.step([prompts()[1]], rows="all"), params_of(model, result.buffers))
+        (logits,) = run(graph, *batch.step([prompts()[1]], rows="all"), params_of(model_tensors(model, result.buffers)))
         np.testing.assert_allclose(logits.reshape(-1, VOCAB), wanted, rtol=1e-4, atol=1e-4)
 
 

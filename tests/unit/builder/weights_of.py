@@ -1,4 +1,4 @@
-"""Recipes evaluated over a Hugging Face model in memory: what tests give the interpreter as `params`."""
+"""A model's tensors in memory as the source of recipes: for the interpreter's `params` and for `write_weights`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.recipe import Buffer, Load, evaluate, parse
 
 
-class ModelSource:
-    """The model's tensors by name and a traced graph's buffers."""
+class Tensors:
+    """Tensors by name and a traced graph's buffers."""
 
-    def __init__(self, model: Any, buffers: Mapping[str, np.ndarray]) -> None:
-        self.tensors = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-        self.buffers = buffers
+    def __init__(self, tensors: Mapping[str, np.ndarray], buffers: Mapping[str, np.ndarray]) -> None:
+        self.tensors, self.buffers = tensors, buffers
+
+    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+        return (self.tensors if isinstance(leaf, Load) else self.buffers)[leaf.name].shape
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        return self.tensors[name][start:stop]
+        value = self.tensors[name]
+        return value[start:stop] if value.ndim else value
 
     def buffer(self, name: str) -> np.ndarray:
         return self.buffers[name]
 
 
-def params_of(model: Any, buffers: Mapping[str, np.ndarray]) -> Callable[[str], np.ndarray]:
+def model_tensors(model: Any, buffers: Mapping[str, np.ndarray]) -> Tensors:
+    """Those of a torch model."""
+    return Tensors({name: value.detach().numpy() for name, value in model.state_dict().items()}, buffers)
+
+
+def params_of(tensors: Tensors) -> Callable[[str], np.ndarray]:
     """Recipe text -> value, each evaluated once."""
-    source = ModelSource(model, buffers)
-    return cache(lambda recipe: evaluate(parse(recipe), source))
+    return cache(lambda recipe: evaluate(parse(recipe), tensors))
