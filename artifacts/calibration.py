@@ -70,15 +70,6 @@ class CalibrationTable:
                 f"{digest}; make a table of it with `llmc calibrate`"
             )
 
-    def ranges(self, path: str) -> Ranges:
-        """The ranges of one module; raises UsageError naming it if the table lacks it."""
-        try:
-            return self.tensors[path]
-        except KeyError:
-            raise UsageError(
-                f"the calibration table has no ranges for {path!r}; make it again with `llmc calibrate`"
-            ) from None
-
     def to_json(self) -> bytes:
         """Modules sorted by path, one a line."""
         head = {

@@ -36,12 +36,6 @@ class UnsupportedError(LlmcError):
     exit_code = 4
 
 
-class GateError(LlmcError):
-    """An engine whose quality is below what the build demands."""
-
-    exit_code = 5
-
-
 class EnvironmentFault(LlmcError):
     """Something of the machine is missing or exhausted: compiler, disk, memory, ISA."""
 

@@ -1,6 +1,6 @@
 """What `manifest.json` says: one file of frozen dataclasses and a version. Standard library only.
 
-Comes in: nothing. Goes out: `Manifest` and its parts, `to_json`, `from_json`. A reader refuses a plan whose
+Comes in: nothing. Goes out: `Manifest` and its parts; plan.py has their JSON. A reader refuses a plan whose
 `format` differs from FORMAT_VERSION before it looks at anything else.
 """
 

@@ -83,8 +83,8 @@ class Verifier(Protocol):
 @dataclass(frozen=True)
 class CompileOptions:
     """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
-    `table` is the calibration and `fp8_activations` static|dynamic says whether it is needed; `verifier` compares every
-    pass with the one before; `dump` sees each pass's name and graphs.
+    `table` is the calibration and `fp8_activations` static|dynamic says whether it is needed; `verifier` sees each
+    pass's name and the graphs before and after it.
     """
 
     precision: str = "fp32"
@@ -93,7 +93,6 @@ class CompileOptions:
     table: CalibrationTable | None = None
     fp8_activations: str = "static"
     verifier: Verifier | None = None
-    dump: Callable[[str, tuple[Graph, ...]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,6 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
 
     def finished(result: PassReport, after: tuple[Graph, ...]) -> tuple[Graph, ...]:
         reports.append(result)
-        if options.dump:
-            options.dump(result.name, after)
         if options.verifier:
             options.verifier.check(result.name, graphs, after)
         return after

@@ -15,14 +15,14 @@ from llmc.builder.weights.placement import Member
 from llmc.plugins.cpu.call import CpuCall, Scratch
 from llmc.profiles import TargetDescription
 
-#: Where a place's offset counts from: the mapped weights, the activations, the step's own arrays, or a constant that
-#: stands in the code (its offset is then the number of the constant).
-SPACES = ("weights", "shared", "arena", "ids", "positions", "rows", "logits", "const")
-
 
 @dataclass(frozen=True)
 class Place:
-    """A value's first element lies `offset` bytes behind the start of `space`; its rows lie `stride` elements apart."""
+    """A value's first element lies `offset` bytes behind the start of `space`; its rows lie `stride` elements apart.
+
+    A space is mapped weights (weights, shared), activations (arena), one of the step's arrays (ids, positions, rows,
+    logits), or const: a constant that stands in the code; the offset is then its number.
+    """
 
     space: str
     offset: int

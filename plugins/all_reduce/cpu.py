@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
 from llmc.plugins.all_reduce import Attrs
-from llmc.plugins.cpu.call import Cost, CpuCall, KernelEnv, Pointer, Product, row_bytes
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product, row_bytes
 
 #: kCommHeaderBytes and kMaxRanks of plugins/cpu/rank_barrier.h (a test compares them).
 COMM_HEADER_BYTES = 4096
@@ -32,7 +32,5 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         header="plugins/all_reduce/cpu.h",
         function="all_reduce",
         args=(Pointer("in", 0), Pointer("out", 0), Product(inputs[0].shape)),
-        barriers=2 if env.tp > 1 else 0,
         sums_ranks=width if env.tp > 1 else 0,
-        cost=Cost(row_bytes=width * (1 + env.tp)),
     )

@@ -13,13 +13,11 @@ from llmc.plugins.copy import Attrs
 from llmc.plugins.cpu.call import (
     C_TYPES,
     Arg,
-    Cost,
     CpuCall,
     KernelEnv,
     Literal,
     Pointer,
     Product,
-    row_bytes,
     row_stride,
     strided_rows,
 )
@@ -37,7 +35,6 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         function=f"{'concat' if concat else 'copy'}<{C_TYPES[y.dtype]}>",
         args=args,
         strided=strided_rows(inputs) if not concat or _by_columns(attrs, y) else frozenset(),
-        cost=Cost(row_bytes=2 * row_bytes(y)),
     )
 
 

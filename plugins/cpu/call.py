@@ -93,21 +93,11 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """For reports: bytes and floating point operations of a launch with `rows` rows = `fixed` + `per_row` * rows."""
-
-    fixed_bytes: int = 0
-    row_bytes: int = 0
-    row_flops: int = 0
-
-
-@dataclass(frozen=True)
 class CpuCall:
     """`header` is relative to `INCLUDE_ROOT`. `function` is the complete template, as `namespace llmc` sees it.
     `prelude` is C++ that must stand before the function that calls it, in the same namespace, once for each distinct
     text. `packing`: input -> the recipe around that input's recipe, with `{}` in its place; an input without an entry
-    is stored as it is. `barriers`: how often the launch itself meets all threads of the rank. `sums_ranks`: output
-    bytes a row that travel between ranks.
+    is stored as it is. `sums_ranks`: output bytes a row that travel between ranks.
     """
 
     header: str
@@ -117,9 +107,7 @@ class CpuCall:
     packing: Mapping[int, str] = field(default_factory=dict)
     strided: frozenset[Pointer] = frozenset()
     scratch: Scratch = Scratch()
-    barriers: int = 0
     sums_ranks: int = 0
-    cost: Cost = Cost()
 
 
 @dataclass(frozen=True)
@@ -156,14 +144,3 @@ def row_stride(side: Side, index: int, kind: TensorType) -> RowStride | Product:
 def strided_rows(inputs: Sequence[TensorType], but: Sequence[int] = ()) -> frozenset[Pointer]:
     """The inputs that are matrices, for `CpuCall.strided`, without those numbered `but`."""
     return frozenset(Pointer("in", i) for i, kind in enumerate(inputs) if kind.rank == 2 and i not in but)
-
-
-def row_cost(inputs: Sequence[TensorType], outputs: Sequence[TensorType], flops: int) -> Cost:
-    """Of a launch that reads and writes each value once and does `flops` operations an element of the first output."""
-    fixed = [t for t in inputs if not t.shape or t.shape[0] != outputs[0].shape[0]]
-    moving = [t for t in (*inputs, *outputs) if t not in fixed]
-    return Cost(
-        fixed_bytes=sum(t.nbytes() for t in fixed if not any(isinstance(d, str) for d in t.shape)),
-        row_bytes=row_bytes(*moving),
-        row_flops=flops * row_bytes(outputs[0]) // NUMPY_DTYPES[outputs[0].dtype].itemsize,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import C_TYPES, Cost, CpuCall, KernelEnv, Pointer, Product, row_bytes
+from llmc.plugins.cpu.call import C_TYPES, CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.embedding import Attrs
 
 
@@ -19,5 +19,4 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         header="plugins/embedding/cpu.h",
         function=f"embedding<{table.shape[1]}, {C_TYPES[table.dtype]}>",
         args=(Product(ids.shape), Pointer("in", 0), Pointer("in", 1), Pointer("out", 0)),
-        cost=Cost(row_bytes=row_bytes(table, outputs[0])),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import CpuCall, KernelEnv, Literal, Pointer, Product, row_cost, row_stride, strided_rows
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Literal, Pointer, Product, row_stride, strided_rows
 from llmc.plugins.layer_norm import Attrs
 
 
@@ -32,5 +32,4 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Pointer("out", len(outputs) - 1),
         ),
         strided=strided_rows(inputs, but=(1, 2)),
-        cost=row_cost(inputs, outputs, flops=7),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import Arg, Cost, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.cpu.call import Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.linear import Attrs
 
 PANEL = 64
@@ -22,7 +22,7 @@ _THREAD_FLOATS = (256 + 240) * PANEL
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
     """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce."""
-    x, w, y = inputs[0], inputs[1], outputs[0]
+    x, w = inputs[0], inputs[1]
     n, k = (int(d) for d in w.shape)
     least, most = env.bounds(x.shape[0])
     quantized = w.dtype == "f8e4m3"
@@ -50,11 +50,5 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         packing={1: f"panels{gate and '_gated'}({{}}, {PANEL})"},
         strided=frozenset({Pointer("in", 0)} | ({Pointer("out", 0)} if not attrs.all_reduce else set())),
         scratch=Scratch(shared=4 * most * (k + 1) if most > 1 else 0, per_thread=4 * max(k, _THREAD_FLOATS)),
-        barriers=(most > 1) + 2 * attrs.all_reduce,
         sums_ranks=4 * n if attrs.all_reduce else 0,
-        cost=Cost(
-            fixed_bytes=w.nbytes() + 4 * n * (quantized + attrs.bias),
-            row_bytes=4 * (k + int(y.shape[1])),
-            row_flops=2 * n * k,
-        ),
     )

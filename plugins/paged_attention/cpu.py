@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins.cpu.call import C_TYPES, Cost, CpuCall, KernelEnv, Literal, Pointer, Scratch, row_bytes
+from llmc.plugins.cpu.call import C_TYPES, CpuCall, KernelEnv, Literal, Pointer, Scratch
 from llmc.plugins.paged_attention import Attrs
 
 #: What the kernel is written for: multiples of its 16 lanes that divide its partitions of 256 positions.
@@ -47,6 +47,4 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Literal(str(env.kv_block_bytes)),
         ),
         scratch=Scratch(per_thread=scratch_bytes(attrs.heads, attrs.kv_heads, attrs.head_dim, env.max_context)),
-        barriers=1,
-        cost=Cost(row_bytes=row_bytes(*inputs, *outputs)),
     )

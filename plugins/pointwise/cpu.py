@@ -24,7 +24,6 @@ from llmc.plugins.cpu.call import (
     Product,
     Side,
     Simple,
-    row_cost,
     row_stride,
     strided_rows,
 )
@@ -41,7 +40,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     (y,) = outputs
     if y.rank > MAX_RANK:
         raise UnsupportedError(f"{attrs.expr}: the cpu target computes tensors of at most {MAX_RANK} axes, not {y}")
-    body, operations = _formula(attrs.expr)
+    body = _formula(attrs.expr)
     names = ", ".join(f"Lanes i{i}" for i in range(len(inputs)))
     struct = f"Formula{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     inner = "".join(f", {int(bool(x.shape) and x.shape[-1] != 1)}" for x in inputs)
@@ -57,7 +56,6 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             *(_operand(i, x, y) for i, x in enumerate(inputs)),
         ),
         strided=strided_rows(inputs) | (frozenset({Pointer("out", 0)}) if y.rank == 2 else frozenset()),
-        cost=row_cost(inputs, outputs, flops=operations),
     )
 
 
@@ -92,10 +90,9 @@ def _number(value: float) -> str:
     return f"fn::number({text})"
 
 
-def _formula(expr: str) -> tuple[str, int]:
-    """C++ for an expression, and how many functions it calls."""
+def _formula(expr: str) -> str:
+    """C++ for an expression."""
     numbers: dict[str, float] = {}
-    count = 0
 
     def number(value: float) -> str:
         text = _number(value)
@@ -103,9 +100,7 @@ def _formula(expr: str) -> tuple[str, int]:
         return text
 
     def call(name: str, *operands: str) -> str:
-        nonlocal count
-        count += 1
         power = _POWERS.get(numbers.get(operands[-1], 0.0)) if name == "pow" else None
         return f"fn::{power}({operands[0]})" if power else f"fn::{name}({', '.join(operands)})"
 
-    return str(visit(expr, lambda i: f"i{i}", number, call)), count
+    return str(visit(expr, lambda i: f"i{i}", number, call))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import Cost, CpuCall, KernelEnv, Pointer, Product, row_bytes, row_stride, strided_rows
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product, row_stride, strided_rows
 from llmc.plugins.reduce import Attrs
 
 
@@ -20,5 +20,4 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         function=f"reduce<{x.shape[-1]}, red::{attrs.kind.capitalize()}>",
         args=(Product(x.shape[:-1]), Pointer("in", 0), row_stride("in", 0, x), Pointer("out", 0)),
         strided=strided_rows(inputs),
-        cost=Cost(row_bytes=row_bytes(x, outputs[0]), row_flops=row_bytes(x) // 4),
     )

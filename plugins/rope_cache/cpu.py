@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins.cpu.call import C_TYPES, Arg, Cost, CpuCall, KernelEnv, Literal, Pointer, RowStride, row_bytes
+from llmc.artifacts.types import TensorType
+from llmc.plugins.cpu.call import C_TYPES, Arg, CpuCall, KernelEnv, Literal, Pointer, RowStride
 from llmc.plugins.rope_cache import Attrs
 
 _STYLES = {"half": "llmc::Rotary::kHalf", "interleaved": "llmc::Rotary::kInterleaved"}
@@ -21,11 +21,9 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     eps = Literal(f"{attrs.qk_norm_eps if norm else 0.0!r}f")
     place = [Literal(str(env.kv_offsets[attrs.layer])), Literal(str(env.kv_block_bytes))]
     shape = f"{attrs.heads}, {attrs.kv_heads}, {attrs.head_dim}, {attrs.rotary}, {_STYLES[attrs.style]}"
-    kv_bytes = 2 * attrs.kv_heads * attrs.head_dim * NUMPY_DTYPES[env.kv_dtype].itemsize
     return CpuCall(
         header="plugins/rope_cache/cpu.h",
         function=f"rope_cache<{shape}, {str(norm).lower()}, {env.block_size}, {C_TYPES[env.kv_dtype]}>",
         args=(*pointers, *strides, *weights, eps, Pointer("out", 0), *place),
         strided=frozenset(Pointer("in", i) for i in range(used)),
-        cost=Cost(row_bytes=row_bytes(*inputs[:used], *outputs) + kv_bytes),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import Cost, CpuCall, KernelEnv, Pointer, Product, RowStride, row_bytes
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product, RowStride
 from llmc.plugins.select_rows import Attrs
 
 
@@ -20,5 +20,4 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         function=f"select_rows<{x.shape[1]}>",
         args=(Product(rows.shape), Pointer("in", 0), RowStride("in", 0), Pointer("in", 1), Pointer("out", 0)),
         strided=frozenset({Pointer("in", 0)}),
-        cost=Cost(row_bytes=2 * row_bytes(x)),
     )

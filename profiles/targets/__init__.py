@@ -15,24 +15,20 @@ from llmc.artifacts.schema import Target
 from llmc.profiles.reading import Fields, suggestion
 
 _FOLDER = Path(__file__).parent
-_KEYS = ("kind", "isa", "cxx_flags", "features", "lanes", "caches", "block_sizes")
-_CACHES = ("l1d", "l2", "l3")
+_KEYS = ("kind", "isa", "cxx_flags", "features", "block_sizes")
 _DEFAULTS = {"cpu": "x86-64-v3"}
 
 
 @dataclass(frozen=True)
 class TargetDescription:
-    """`cxx_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show; `lanes`:
-    floats in a vector; `caches`: bytes a core (l3: of all cores) of a small member of the family; `block_sizes`: of
-    the KV kernels.
+    """`cxx_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show;
+    `block_sizes`: tokens of a KV block that the kernels are written for.
     """
 
     kind: str
     isa: str
     cxx_flags: tuple[str, ...]
     features: tuple[str, ...]
-    lanes: int
-    caches: dict[str, int]
     block_sizes: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -57,13 +53,10 @@ def load_target(name: str) -> TargetDescription:
         known = [*_DEFAULTS, *target_names()]
         raise UsageError(f"target {name!r} is not one of {', '.join(known)}{suggestion(name, known)}")
     fields = Fields.read(_FOLDER / f"{full.partition(':')[2]}.yaml", _KEYS)
-    caches = Fields.of(fields.values.get("caches"), f"{fields.where}: caches", _CACHES)
     return TargetDescription(
         kind=fields.text("kind"),
         isa=fields.text("isa"),
         cxx_flags=fields.sequence("cxx_flags", str),
         features=fields.sequence("features", str),
-        lanes=fields.integer("lanes"),
-        caches={name: caches.integer(name) for name in _CACHES},
         block_sizes=fields.sequence("block_sizes", int),
     )

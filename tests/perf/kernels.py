@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins.cpu.call import Cost, CpuCall, KernelEnv, Pointer, Product
+from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.linear import Attrs, infer
 from llmc.plugins.linear.cpu import launch
 from tests.unit.plugins.harness import Library, aligned, isas
@@ -132,7 +132,7 @@ def main() -> None:
     calls = [case.call() for case in CASES]
     width = Product(("T",))
     header = "plugins/cpu/functions.h"
-    calls.append(CpuCall(header, "read_all", (Pointer("in", 1), width, Pointer("out", 0)), prelude=LIMITS, cost=Cost()))
+    calls.append(CpuCall(header, "read_all", (Pointer("in", 1), width, Pointer("out", 0)), prelude=LIMITS))
     calls.append(CpuCall(header, "multiply", (width, Pointer("out", 0)), prelude=LIMITS))
     types = [{Pointer("in", 1): NUMPY_DTYPES[case.dtype].name} for case in CASES] + [{}, {}]
     library = Library(calls, options.isa, types)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -14,13 +14,13 @@ from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder import pipeline
 from llmc.builder.interpreter import Batch, run_ranks
-from llmc.builder.ir import parse_graph
+from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import attrs_of
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.builder.trace import Traced, trace_model
 from llmc.builder.verify import Verifier, VerifyError
-from llmc.builder.weights.recipe import evaluate, parse
 from tests.models import FAMILIES, tiny_config, tiny_model
+from tests.unit.builder.weights_of import model_tensors, params_of
 
 torch.set_num_threads(1)
 
@@ -35,25 +35,10 @@ def traced(family: str) -> Traced:
     return trace_model(tiny_config(family))
 
 
-class Weights:
-    """A model's tensors as a recipe source."""
-
-    def __init__(self, model: torch.nn.Module, buffers: dict[str, np.ndarray]) -> None:
-        self.tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-        self.buffers = buffers
-
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        return self.tensors[name][start:stop]
-
-    def buffer(self, name: str) -> np.ndarray:
-        return self.buffers[name]
-
-
 @cache
 def params(family: str) -> Callable[[str], np.ndarray]:
     """Recipe text -> value."""
-    source = Weights(tiny_model(family), traced(family).buffers)
-    return cache(lambda text: evaluate(parse(text), source))
+    return params_of(model_tensors(tiny_model(family), traced(family).buffers))
 
 
 def ranges(family: str) -> CalibrationTable:
@@ -135,8 +120,7 @@ def test_families_that_nobody_thought_of_compile_too(kind: str, per_layer: float
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     origin = trace_model(config)
-    source = Weights(model, origin.buffers)
-    values = cache(lambda text: evaluate(parse(text), source))
+    values = params_of(model_tensors(model, origin.buffers))
     result = pipeline.run(origin.graph, CompileOptions(tp=2, verifier=Verifier(values)))
     compare(result, values, model)
     assert result.launches[0].per_layer <= per_layer
@@ -176,11 +160,18 @@ def test_compiling_twice_gives_the_same_text() -> None:
     assert list(map(str, first.graphs)) == list(map(str, again.graphs))
 
 
-def test_dump_sees_every_pass() -> None:
-    seen: list[str] = []
-    pipeline.run(traced("llama").graph, CompileOptions(tp=2, dump=lambda name, graphs: seen.append(name)))
-    assert seen[0] == "canonicalize"
-    assert seen[-1] == "check_lowerable"
+def test_the_verifier_sees_every_pass() -> None:
+    class Names:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def check(self, name: str, before: Sequence[Graph], after: Sequence[Graph]) -> None:
+            self.seen.append(name)
+
+    names = Names()
+    result = pipeline.run(traced("llama").graph, CompileOptions(tp=2, verifier=names))
+    assert names.seen == [report.name for report in result.reports]
+    assert (names.seen[0], names.seen[-1]) == ("canonicalize", "check_lowerable")
 
 
 @pytest.mark.parametrize(

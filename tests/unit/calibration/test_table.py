@@ -38,12 +38,6 @@ def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
         TABLE.check("c" * 64)
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
-    assert TABLE.ranges("m.a").input_amax == 2
-    with pytest.raises(UsageError, match=r"'m\.c'"):
-        TABLE.ranges("m.c")
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
