@@ -5,13 +5,12 @@ Comes in: manifests. Goes out: `llmc.lock`, JSON with one entry per plan file na
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import msgspec
 
 from llmc.artifacts.errors import PlanError
+from llmc.artifacts.files import require_writable, write_file
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import CheckpointPin
 
@@ -46,11 +45,16 @@ def read_lock(path: Path) -> LockFile:
     return lock
 
 
+def require_lockable(path: Path) -> None:
+    """Raises PlanError or EnvironmentFault unless a plan can be recorded in this lock file, which may be a new one."""
+    require_writable(path, "--lock")
+    if path.exists():
+        read_lock(path)
+
+
 def pin_plan(path: Path, plan: Plan) -> None:
     """Records a plan in a lock file, keeping the other entries."""
     plans = dict(read_lock(path).plans) if path.exists() else {}
     plans[plan.path.name] = LockEntry(plan.digest, plan.manifest.build.compiler, plan.manifest.checkpoint)
     text = msgspec.json.encode(LockFile(LOCK_VERSION, dict(sorted(plans.items()))))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    temporary.write_text(json.dumps(json.loads(text), indent=2) + "\n")
-    os.replace(temporary, path)
+    write_file(path, msgspec.json.format(text, indent=2) + b"\n", "--lock")

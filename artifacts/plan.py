@@ -3,8 +3,7 @@
 Comes in: sections (bytes), a `Manifest`. Goes out: `engine.plan`, and from one a `Plan` whose sections are views of the
 mapped file. Must not know: what the sections mean.
 
-The file is a zip with stored members whose bytes start on page boundaries, so
-that `unzip -l` lists it and mmap maps it.
+The file is a zip with stored members whose bytes start on page boundaries: `unzip -l` lists it and mmap maps it.
 manifest.json comes last and carries every other member's offset, size and SHA-256; the SHA-256 of its own bytes is the
 plan's digest. Times and permissions are fixed: the same inputs give the same bytes.
 """
@@ -13,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import mmap
 import os
-import shutil
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +25,7 @@ from typing import IO, Self
 import msgspec
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
+from llmc.artifacts.files import disk_errors, temporary_beside
 from llmc.artifacts.schema import FORMAT_VERSION, Manifest, Section
 
 PAGE = 4096
@@ -77,10 +75,10 @@ class PlanWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.temporary = temporary_beside(path)
         self._sections: list[Section] = []
         self._manifest: Manifest | None = None
-        with _full_disk(self.temporary):
+        with disk_errors(self.temporary):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._zip = zipfile.ZipFile(self.temporary, "w", zipfile.ZIP_STORED)
 
@@ -114,14 +112,14 @@ class PlanWriter:
         start = self._zip.start_dir + _LOCAL_HEADER + len(name.encode()) + _ZIP64_EXTRA + 4
         padding = -start % PAGE
         info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-        with _full_disk(self.temporary), self._zip.open(info, "w", force_zip64=True) as file:
+        with disk_errors(self.temporary), self._zip.open(info, "w", force_zip64=True) as file:
             yield start + padding, SectionSink(file)
         info.extra = b""  # the directory at the end needs no padding
 
     def seal(self, manifest: Manifest) -> Manifest:
         """Completes the file with the manifest, whose `sections` are filled in here."""
         self._manifest = dataclasses.replace(manifest, sections=tuple(self._sections))
-        with _full_disk(self.temporary):
+        with disk_errors(self.temporary):
             with self._member(MANIFEST) as (_, sink):
                 sink.write(encode_manifest(self._manifest))
             self._zip.close()
@@ -131,7 +129,7 @@ class PlanWriter:
         """Adds sections to a sealed file and seals it anew."""
         if self._manifest is None:
             raise ValueError("amend() needs a sealed plan")
-        with _full_disk(self.temporary):
+        with disk_errors(self.temporary):
             self._zip = zipfile.ZipFile(self.temporary, "a", zipfile.ZIP_STORED)
             old = self._zip.NameToInfo.pop(MANIFEST)
             self._zip.filelist.remove(old)
@@ -144,44 +142,11 @@ class PlanWriter:
 
     def publish(self) -> Path:
         """Moves the sealed file to its path, in one step."""
-        with _full_disk(self.temporary):
+        with disk_errors(self.temporary):
             with self.temporary.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(self.temporary, self.path)
         return self.path
-
-
-def require_writable(path: Path) -> None:
-    """Raises EnvironmentFault unless a plan can be written at `path`: asked before the work that would be lost."""
-    with PlanWriter(path):
-        if path.is_dir():
-            raise EnvironmentFault(f"{path} is a folder; name a file with --output")
-
-
-@contextlib.contextmanager
-def _full_disk(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-            raise EnvironmentFault(
-                f"no space left on the disk of {path.parent} ({free / 1e6:.1f} MB free); nothing was kept. "
-                f"Free some space or choose another folder with --output"
-            ) from error
-        if error.errno in (
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOENT,
-            errno.ENOTDIR,
-            errno.EEXIST,
-            errno.EISDIR,
-        ):
-            raise EnvironmentFault(
-                f"cannot write {path.parent}: {error.strerror}; choose another path with --output"
-            ) from error
-        raise
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -42,9 +42,9 @@ def command(
     with ExitStack() as stack:
         systems = [stack.enter_context(bench.engine(plan))]
         if model is not None:
-            from llmc.cli.build import _require_build_libraries
+            from llmc.cli.build import require_build_libraries
 
-            _require_build_libraries()
+            require_build_libraries()
             systems.append(stack.enter_context(bench.transformers(model, usable_cpus())))
         rows = bench.measure(systems, ids, repeats, decode_tokens)
     if as_json:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from llmc.builder.build import BuildReport, MemoryPlan
 
 PRECISIONS = ("fp32", "bf16")
+#: The options that the memory arithmetic depends on, or its printing.
+_OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "dry_run", "as_json"})
 
 
 @click.command(name="build")
@@ -31,7 +34,9 @@ PRECISIONS = ("fp32", "bf16")
 @click.option("--lock", type=click.Path(path_type=Path), help="Lock file in which to record the plan.")
 @click.option("--verify-passes", is_flag=True, help="Check every pass on the real weights with the interpreter (slow).")
 @click.option("--no-evaluate", is_flag=True, help="Skip the comparison with Hugging Face on text.")
-@click.option("--dry-run", is_flag=True, help="Print the memory arithmetic and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the memory arithmetic and stop; takes nothing that only a build does."
+)
 @click.option("--report", type=click.Path(path_type=Path), help="Write the build report (with times) as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report, or with --dry-run the arithmetic, as JSON.")
 def command(
@@ -43,28 +48,44 @@ def command(
     if fp8 and dtype:
         raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
     precision = "fp8" if fp8 else dtype or "bf16"
-    _require_build_libraries()
+    require_build_libraries()
     from llmc import flow
 
     if dry_run:
+        _refuse_beside_dry_run()
         shape = {name: rest[name] for name in ("tp", "profile", "target")}
         _print_memory(flow.plan_memory(model, precision=precision, **shape), as_json)
         return
+    from llmc.artifacts.files import require_writable, write_file
     from llmc.cli.progress import make_progress
 
+    if report is not None:
+        require_writable(report, "--report")
     evaluate = not rest.pop("no_evaluate")
     with make_progress() as progress:
         result = flow.build(model, precision=precision, evaluate=evaluate, progress=progress, **rest)
     text = json.dumps(dataclasses.asdict(result), indent=2, default=str)
     if report is not None:
-        report.write_text(text + "\n")
+        write_file(report, f"{text}\n".encode(), "--report")
     if as_json:
         click.echo(text)
     else:
         _print_report(result)
 
 
-def _require_build_libraries() -> None:
+def _refuse_beside_dry_run() -> None:
+    """Raises UsageError for an option that was given and that only a build can honour."""
+    from llmc.artifacts.errors import UsageError
+
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name not in _OF_DRY_RUN:
+            raise UsageError(f"--dry-run does not do what {parameter.opts[-1]} is for; drop one of them")
+
+
+def require_build_libraries() -> None:
+    """Raises EnvironmentFault with what to install where compiling or the peer of a benchmark could not run."""
     import importlib.util
 
     from llmc.artifacts.errors import EnvironmentFault

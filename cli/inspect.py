@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 @click.option("--rank", type=int, help="With --graph: this rank only.")
 def command(plan: Path, as_json: bool, graph: bool, rank: int | None) -> None:
     """Show what PLAN is made of and pinned to."""
+    from llmc.artifacts.errors import UsageError
     from llmc.artifacts.plan import Plan
 
+    if graph and as_json:
+        raise UsageError("--graph and --json exclude one another: a graph has its own text")
+    if rank is not None and not graph:
+        raise UsageError(f"--rank {rank} needs --graph")
     opened = Plan.open(plan, verify=False)
     if graph:
         _print_graphs(opened, rank)

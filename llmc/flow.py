@@ -16,8 +16,9 @@ from typing import Any
 
 from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
-from llmc.artifacts.lock import pin_plan
-from llmc.artifacts.plan import Plan, machine_features, require_writable
+from llmc.artifacts.files import require_writable
+from llmc.artifacts.lock import pin_plan, require_lockable
+from llmc.artifacts.plan import Plan, machine_features
 from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
 
@@ -80,6 +81,8 @@ def build(
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
     source = Source(open_checkpoint(model))
     require_writable(Path(output))
+    if lock is not None:
+        require_lockable(Path(lock))
     with progress.stage("hash"):
         source.checkpoint.pin()
     table = _calibration(source, precision, calib, progress)

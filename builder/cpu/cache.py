@@ -73,5 +73,5 @@ class ObjectCache:
     def _fault(self, verb: str, error: OSError) -> EnvironmentFault:
         return EnvironmentFault(
             f"cannot {verb} compiled objects in {self.folder}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
-            "folder that can be written, or build without a cache"
+            "folder that can be written"
         )

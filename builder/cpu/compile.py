@@ -201,7 +201,7 @@ def _failure(toolchain: Toolchain, name: str, folder: Path, done: subprocess.Com
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|No space|Killed", line)] or lines or ["no message"]
     if done.returncode < 0 or "Killed" in done.stderr:
-        reason = "it was killed: memory may be short; try with fewer workers"
+        reason = "it was killed: memory may be short; `taskset -c 0 llmc build ...` compiles one file at a time"
     elif "No space left" in done.stderr:
         reason = f"the disk of {folder} is full"
     else:

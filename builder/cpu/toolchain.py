@@ -41,10 +41,10 @@ def find_compiler(name: str = "g++") -> Toolchain:
     found = re.search(r"\) (\d+)\.\d", line)
     if "clang" in done.stdout or found is None:
         raise EnvironmentFault(
-            f"{path} is {line!r}; kernels need GNU g++ {MIN_VERSION} or newer. Install it, or name it with cxx"
+            f"{path} is {line!r}; kernels need GNU g++ {MIN_VERSION} or newer; install it, first on PATH"
         )
     if int(found[1]) < MIN_VERSION:
         raise EnvironmentFault(
-            f"{path} is version {line!r}; g++ {MIN_VERSION} or newer is needed. Install it, or name it with cxx"
+            f"{path} is version {line!r}; g++ {MIN_VERSION} or newer is needed; install it, first on PATH"
         )
     return Toolchain(path, line)

@@ -100,7 +100,7 @@ def _x_scale(node: Node, kind: TensorType, precision: Precision) -> float:
     if entry is None:
         raise UnsupportedError(
             f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
-            "calibrate this model again, or build with per-token activations or --dtype bf16"
+            "calibrate this model again, or build with --dtype bf16"
         )
     amax, rows = entry.input_amax, len(entry.weight_amax)
     if rows not in (1, kind.shape[0]):

@@ -120,6 +120,25 @@ def test_an_output_folder_that_cannot_be_written(checkpoint: Path) -> None:
         refused(result, ENVIRONMENT, str(output.name if output.is_dir() else blocker), "--output")
 
 
+def test_what_a_build_would_write_at_its_end_is_refused_at_its_start(checkpoint: Path) -> None:
+    blocker, lock = checkpoint.parent / "file", checkpoint.parent / "llmc.lock"
+    blocker.write_text("")
+    lock.write_text("{")
+    refused(build(checkpoint, "--report", blocker / "r.json"), ENVIRONMENT, str(blocker), "--report")
+    refused(build(checkpoint, "--lock", blocker / "l.lock"), ENVIRONMENT, str(blocker), "--lock")
+    refused(build(checkpoint, "--lock", lock), CHECKPOINT, "llmc.lock", "is not a lock file")
+    refused(llmc("calibrate", "--model", checkpoint, "-o", blocker / "t.json"), ENVIRONMENT, str(blocker))
+
+
+def test_options_that_would_be_ignored_are_refused(good_plan: Path) -> None:
+    model = good_plan.parent / "model"
+    for option in (("-o", "x.plan"), ("--lock", "x.lock"), ("--no-evaluate",), ("--calib", "x"), ("--report", "r")):
+        name = option[0].replace("-o", "--output")
+        refused(llmc("build", "--model", model, "--dry-run", *option), USAGE, "--dry-run", name)
+    refused(llmc("inspect", good_plan, "--rank", 0), USAGE, "--rank 0", "--graph")
+    refused(llmc("inspect", good_plan, "--graph", "--json"), USAGE, "--graph", "--json")
+
+
 def test_calibration_input(checkpoint: Path, tmp_path: Path) -> None:
     refused(build(checkpoint, "--calib", tmp_path / "x.txt"), USAGE, "--calib", "--fp8")
     empty = tmp_path / "empty.txt"
