@@ -58,7 +58,7 @@ def test_files_stay_small() -> None:
     long = {
         str(p.relative_to(ROOT)): n
         for p in sources(".py", ".h", ".cpp")
-        if (n := len(p.read_text().split("\n"))) > MAX_LINES
+        if (n := len(p.read_text().splitlines())) > MAX_LINES
     }
     assert long == {}
 

@@ -106,7 +106,7 @@ def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int
         results.append((out.tobytes(), held.tobytes()))
         np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
         got = unpack(held, block_size, a.kv_heads, a.head_dim, dtype)
-        tolerance = 2e-6 if dtype == "f32" else 2**-8
+        tolerance = 2e-6 if dtype == "f32" else 2**-7  # neighbours in bf16 lie up to that far apart
         np.testing.assert_allclose(got.keys.astype("f4"), cache.keys.astype("f4"), rtol=tolerance, atol=2e-6)
         np.testing.assert_array_equal(got.values, cache.values)
     assert results[0] == results[-1]
