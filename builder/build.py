@@ -38,6 +38,7 @@ from llmc.builder.cpu.toolchain import find_compiler
 from llmc.builder.memory import MemoryPlan, memory_plan
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.builder.progress import Progress
+from llmc.builder.ranges import check_ranges
 from llmc.builder.report import BuildReport
 from llmc.builder.trace import Traced, trace
 from llmc.builder.verify import Verifier
@@ -130,6 +131,10 @@ def compile_plan(
     if table is not None:
         table.check(checkpoint.digest)
     front = _front(checkpoint, options, table, profile, target, progress)
+    source = _Weights(checkpoint, front.traced.buffers)
+    if table is not None:
+        with progress.stage("ranges"):
+            check_ranges(front.traced.graph, table, source)
     compiler = Compiler(toolchain, target, ObjectCache(default_folder()) if options.cache else None, options.workers)
     sources = [emit(front.lowered, program.rank) for program in front.lowered.programs]
     with progress.stage("compile", compiler.units(sources)) as done:
@@ -140,7 +145,7 @@ def compile_plan(
         for program, code in zip(front.lowered.programs, codes, strict=True):
             writer.add(f"graph/rank{program.rank}.ir", str(program.graph).encode())
             writer.add(f"code/rank{program.rank}.so", code)
-        _write_weights(writer, front, _Weights(checkpoint, front.traced.buffers), progress)
+        _write_weights(writer, front, source, progress)
         for name, data in _texts(checkpoint, table, memory, front).items():
             writer.add(name, data)
         build = _build_info(options, front, table, compiler)

@@ -4,13 +4,16 @@ Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. 
 E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
-which is bf16 like the embedding. A weight's scale is the largest magnitude of its row / 448, from the weight itself;
-x_scale is the table's input_amax / 448, or each token's own where activations are "dynamic".
+which is bf16 like the embedding. A weight's scale is the largest magnitude of its row / 448, from the weight itself
+(`builder/ranges.py` holds the table against it); x_scale is the table's input_amax / 448, or each token's own where
+activations are "dynamic".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
@@ -87,11 +90,11 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     inputs = [node.inputs[0], weight.out, scales.out, *node.inputs[2:]]
     types = [view.types[node.inputs[0]], weight.type, scales.type, *(view.types[n] for n in node.inputs[2:])]
     dynamic = precision.activations == "dynamic"
-    attrs = vars(node.attrs) | {"x_dynamic": dynamic, "x_scale": None if dynamic else _x_scale(node, kind, precision)}
+    attrs = vars(node.attrs) | {"x_dynamic": dynamic, "x_scale": None if dynamic else _x_scale(node, precision)}
     return edit.make("linear", inputs, types, attrs, like=node, outputs=node.outputs)
 
 
-def _x_scale(node: Node, kind: TensorType, precision: Precision) -> float:
+def _x_scale(node: Node, precision: Precision) -> float:
     if precision.table is None:
         raise UsageError(
             "fp8 with static activations needs a calibration table: run `llmc calibrate` and pass its file"
@@ -102,14 +105,10 @@ def _x_scale(node: Node, kind: TensorType, precision: Precision) -> float:
             f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
             "calibrate this model again, or build with --dtype bf16"
         )
-    amax, rows = entry.input_amax, len(entry.weight_amax)
-    if rows not in (1, kind.shape[0]):
+    scale = entry.input_amax / FP8_MAX
+    if not np.float32(scale) > 0:
         raise UnsupportedError(
-            f"linear @{node.path}: the calibration table has {rows} weight ranges and the weight {kind.shape[0]} rows; "
-            "the table is of another model"
+            f"linear @{node.path}: input_amax is {entry.input_amax} in the calibration table, too little for a float32 "
+            "scale: its input was always zero; calibrate with other text, or build with --dtype bf16"
         )
-    if not amax > 0:
-        raise UnsupportedError(
-            f"linear @{node.path}: input_amax is {amax} in the calibration table; it must be positive"
-        )
-    return amax / FP8_MAX
+    return scale

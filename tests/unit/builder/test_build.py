@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmc.artifacts.errors import EnvironmentFault, LlmcError, UsageError
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
+from llmc.artifacts.errors import CheckpointError, EnvironmentFault, LlmcError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.build import BuildOptions, BuildReport, Progress, compile_plan, dry_run
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
@@ -16,6 +17,7 @@ from tests.models import save_checkpoint
 
 torch.set_num_threads(1)
 OPTIONS = BuildOptions(precision="fp32", tp=2)
+LINEARS = (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,18 @@ def test_a_failed_build_leaves_nothing(
 ) -> None:
     with pytest.raises(error, match=reason):
         compile_plan(checkpoint, options, None, tmp_path / "x.plan", Progress())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_is_not_of_the_weights_is_refused_before_anything_is_compiled(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmc.builder.cpu.compile.Compiler._run", lambda *_: pytest.fail("compiled"))
+    paths = (f"model.layers.{i}.{name}" for i in range(2) for name in LINEARS)
+    data = CalibrationData("none", "0" * 64, 0, 0, 0)
+    table = CalibrationTable(checkpoint.digest, "none", "max", data, {path: Ranges(1.0, (1.0,)) for path in paths})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.\S+: the calibration table has 1 weight ranges"):
+        compile_plan(checkpoint, BuildOptions(precision="fp8"), table, tmp_path / "x.plan", Progress())
     assert list(tmp_path.iterdir()) == []
 
 

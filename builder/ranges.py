@@ -1,0 +1,45 @@
+"""Holds the weight ranges of a calibration table against the weights: the plan's FP8 scales are the table's, or none.
+
+Comes in: the traced graph, a table, the weights. Goes out: nothing, or CheckpointError. Must not know: packing, passes.
+
+The scales that a plan stores are made from the weights by row, largest magnitude / 448, cut as shards and merges cut
+them (`fp8_scale` recipes). A table that says otherwise was changed, or made by another algorithm: following it for
+activations alone would put a calibration into the plan that the plan does not follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.errors import CheckpointError
+from llmc.builder.ir import Graph
+from llmc.builder.passes.rewrite import View
+from llmc.builder.passes.weight import weight_recipe
+from llmc.builder.weights.recipe import Source, evaluate
+
+
+def check_ranges(graph: Graph, table: CalibrationTable, source: Source) -> None:
+    """Raises CheckpointError, naming module and channel, unless each linear's `weight_amax` is that of its weight: one
+    number an output channel, equal as float32. Reads one weight at a time.
+    """
+    view = View(graph)
+    for node in graph:
+        ranges = table.tensors.get(node.path) if node.op == "linear" else None
+        recipe = weight_recipe(view, node.inputs[1]) if ranges else None
+        if ranges is None or recipe is None:
+            continue
+        have = np.asarray(ranges.weight_amax, np.float32)
+        want = np.abs(evaluate(recipe, source)).max(axis=1)
+        if len(have) != len(want):
+            raise CheckpointError(
+                f"{node.path}: the calibration table has {len(have)} weight ranges, the weight has {len(want)} output "
+                f"channels; make it again with `llmc calibrate`"
+            )
+        if (wrong := np.flatnonzero(have != want)).size:
+            channel = int(wrong[0])
+            raise CheckpointError(
+                f"{node.path}: weight_amax of output channel {channel} is {have[channel]} in the calibration table and "
+                f"{want[channel]} in the weights ({wrong.size} of {len(want)} channels differ): the table was changed, "
+                f"or made by another algorithm; make it again with `llmc calibrate`"
+            )
