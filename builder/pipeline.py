@@ -136,7 +136,7 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
         for step in RANK_PASSES:
             results = [step(g) for g in graphs]
             graphs = finished(results[0][1], tuple(after for after, _ in results))
-    except ValueError as error:  # an operator's type rule, or GraphError, both of which name the node
+    except ValueError as error:  # GraphError, which names the node, or a recipe that does not fit
         raise UnsupportedError(f"{graph.name}, after {len(reports)} passes: {error}") from error
     kv_dtype = options.kv_dtype or ("f32" if options.precision == "fp32" else "bf16")
     return Compiled(graphs, tuple(reports), tuple(map(count_launches, graphs)), _vocab(graph, graphs), kv_dtype)

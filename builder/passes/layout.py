@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.artifacts.types import Dim, TensorType
-from llmc.builder.ir import Node
+from llmc.builder.ir import GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.primitives.shapes import count
 
@@ -57,10 +57,15 @@ class Emitter:
     # -- nodes
 
     def emit(self, op: str, inputs: Sequence[str], stem: str = "", **attrs: Any) -> str:
-        """A node whose type follows from the operator's rule."""
+        """A node whose type follows from the operator's rule; raises GraphError naming the module where it refuses."""
         operator = ALL[op]
         values = operator.attrs(**attrs)
-        return self.add(op, tuple(inputs), values, operator.infer(values, [self.types[i] for i in inputs])[0], stem)
+        try:
+            (kind,) = operator.infer(values, [self.types[i] for i in inputs])
+        except ValueError as error:
+            path = self.source.path if self.source else ""
+            raise GraphError(f"{op} @{path}: {error}") from error
+        return self.add(op, tuple(inputs), values, kind, stem)
 
     def add(self, op: str, inputs: tuple[str, ...], attrs: Any, kind: TensorType, stem: str = "") -> str:
         """The value of a node: an existing one where that computes the same. Named `stem`, or like the traced node."""

@@ -18,7 +18,7 @@ import numpy as np
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import Dim, TensorType
-from llmc.builder.ir import Graph, Node
+from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 
 Bindings = Mapping[str, Any]
@@ -180,10 +180,16 @@ class Edit:
         outputs: Sequence[str] | None = None,
         stem: str = "",
     ) -> Node:
-        """A new node (not yet placed) whose output types follow from its input `types`; path and name after `like`."""
+        """A new node (not yet placed) whose output types follow from its input `types`; path and name after `like`.
+
+        Raises GraphError naming the module where the operator's rule refuses them.
+        """
         operator = ALL[op]
         values = operator.attrs(**(attrs or {}))
-        inferred = operator.infer(values, list(types))
+        try:
+            inferred = operator.infer(values, list(types))
+        except ValueError as error:
+            raise GraphError(f"{op} @{like.path}: {error}") from error
         names = outputs or [self.fresh(stem or like.outputs[0]) for _ in inferred]
         return Node(op, tuple(inputs), values, tuple(names), tuple(inferred), like.path)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
-from llmc.builder.ir import Graph, Node
+from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
 from llmc.builder.passes.rewrite import Edit, View, report, tidy
@@ -62,7 +62,10 @@ class _Rank:
 
     def _emit(self, node: Node, inputs: Sequence[str], **attrs: object) -> None:
         values = type(node.attrs)(**(vars(node.attrs) | attrs))
-        types = tuple(ALL[node.op].infer(values, [self.types[name] for name in inputs])) or node.types
+        try:
+            types = tuple(ALL[node.op].infer(values, [self.types[name] for name in inputs])) or node.types
+        except ValueError as error:
+            raise GraphError(f"{node.op} @{node.path}, rank {self.rank}: {error}") from error
         self.nodes.append(node.replace(inputs=tuple(inputs), attrs=values, types=types))
         self.types |= dict(zip(node.outputs, types, strict=True))
 

@@ -79,8 +79,8 @@ def _table(ranges: Ranges | None = None) -> CalibrationTable:
     [
         (None, UsageError, "needs a calibration table"),
         (_table(), UnsupportedError, r"linear @layers\.0\.up: the calibration table has no entry"),
-        (_table(Ranges(1.0, (1.0,) * 3)), UnsupportedError, "has 3 weight ranges and the weight 4 rows"),
-        (_table(Ranges(0.0, (1.0,))), UnsupportedError, "input_amax is 0.0"),
+        (_table(Ranges(0.0, (1.0,))), UnsupportedError, r"linear @layers\.0\.up: input_amax is 0\.0"),
+        (_table(Ranges(1e-44, (1.0,))), UnsupportedError, "too little for a float32 scale"),
     ],
 )
 def test_fp8_needs_a_table_that_fits(table: CalibrationTable | None, error: type[Exception], message: str) -> None:
@@ -124,7 +124,7 @@ def test_a_rule_that_a_graph_breaks_is_no_traceback() -> None:
   %y: f32[T,8] = mul(%x, %c) @layers.0.odd
   return %y"""
     )
-    with pytest.raises(UnsupportedError, match=r"g, after \d+ passes: inputs are "):
+    with pytest.raises(UnsupportedError, match=r"g, after \d+ passes: pointwise @layers\.0\.odd: inputs are "):
         run(graph, CompileOptions())
 
 

@@ -11,6 +11,8 @@ import pytest
 from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
+from llmc.builder.passes.canonicalize import canonicalize
+from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
 from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
@@ -26,6 +28,7 @@ from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
+from llmc.builder.pipeline import RANK_PASSES, CompileOptions, whole_passes
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "passes"
 TABLE = CalibrationTable(
@@ -37,6 +40,8 @@ TABLE = CalibrationTable(
 )
 
 _PLAIN = (
+    canonicalize,
+    check_lowerable,
     fold_activations,
     fold_weights,
     fuse_activation,
@@ -69,6 +74,13 @@ def result(name: str) -> str:
         graph.validate(ALL)
         assert parse_graph(str(graph), attrs_of) == graph
     return "".join(map(str, graphs))
+
+
+def test_every_pass_of_the_pipeline_has_a_golden_pair() -> None:
+    passes = [*whole_passes(CompileOptions()), shard, *RANK_PASSES]
+    names = {step.func.__name__ if isinstance(step, partial) else step.__name__ for step in passes}  # type: ignore[attr-defined]
+    assert names == set(PASSES)
+    assert {path.name for path in GOLDEN.iterdir()} == {f"{n}.{s}.ir" for n in names for s in ("before", "after")}
 
 
 @pytest.mark.parametrize("name", PASSES)
