@@ -29,6 +29,7 @@ GOLDEN_PROMPTS = (
     "Once upon a time",
     "A list of numbers: " + ", ".join(str(n) for n in range(1, 40)),
 )
+#: Tokens of each answer; fewer where max_seq_len has no room for them.
 GOLDEN_TOKENS = 12
 #: Text on which engine and checkpoint are compared: windows of Python's own documentation.
 EVALUATION_WINDOWS, EVALUATION_LENGTH = 12, 512
@@ -140,18 +141,19 @@ def _golden(source: Source, plan: Plan, runs_here: bool) -> dict[str, Any]:
     from llmc.builder.reference import greedy
     from llmc.runtime.selftest import Probe
 
-    longest = plan.manifest.profile.max_seq_len - GOLDEN_TOKENS
-    prompts = [ids[:longest] for text in GOLDEN_PROMPTS if (ids := source.encode(text))]
+    longest = plan.manifest.profile.max_seq_len
+    count = min(GOLDEN_TOKENS, longest // 2)
+    prompts = [ids[: longest - count] for text in GOLDEN_PROMPTS if (ids := source.encode(text))]
     if not prompts:
         raise CheckpointError(f"{source.checkpoint.path}: the tokenizer turns plain English into nothing")
-    expected = [greedy(source.reference, ids, GOLDEN_TOKENS) for ids in prompts]
+    expected = [greedy(source.reference, ids, count) for ids in prompts]
     answers: list[list[int] | None] = [None] * len(prompts)
     if runs_here:
         with Probe(plan) as probe:
-            answers = [probe.greedy(ids, GOLDEN_TOKENS) for ids in prompts]
+            answers = [probe.greedy(ids, count) for ids in prompts]
     rows = zip(prompts, expected, answers, strict=True)
     return {
-        "tokens": GOLDEN_TOKENS,
+        "tokens": count,
         "prompts": [{"ids": ids, "hf_tokens": hf, "engine_tokens": engine} for ids, hf, engine in rows],
     }
 

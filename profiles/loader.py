@@ -91,6 +91,8 @@ def _max_seq_len(fields: Fields, longest: int) -> int:
     if not isinstance(fields.values["max_seq_len"], int):
         raise fields.fail("max_seq_len", "a whole number, or auto for what the model can, is needed")
     wanted = fields.integer("max_seq_len")
+    if wanted < 2:
+        raise fields.fail("max_seq_len", "at least 2 are needed, for a prompt and an answer")
     if wanted > longest:
         raise fields.fail("max_seq_len", f"the model's max_position_embeddings is {longest}, so that much at most")
     return wanted

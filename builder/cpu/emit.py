@@ -1,4 +1,4 @@
-"""Programs as C++: one translation unit per token range, and a header with the constants that `entry.cpp` works with.
+"""Programs as C++: one translation unit per token range, and headers with the constants that `entry.cpp` works with.
 
 Comes in: `Lowered`. Goes out: file name -> text, the same for the same input. Must not know: single operators, g++.
 
@@ -13,8 +13,8 @@ from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgr
 from llmc.builder.ir import Node
 from llmc.plugins.cpu.call import C_TYPES, Arg, Call, Literal, Pointer, Product, RowStride
 
-#: What `entry.cpp` includes.
-HEADER = "engine.h"
+#: What every unit includes, and what `entry.cpp` includes beside it: the steps do not depend on it.
+HEADER, LIMITS = "engine.h", "limits.h"
 
 #: Space -> the C++ expression of its first byte.
 _BASES = {
@@ -29,9 +29,9 @@ _BASES = {
 
 
 def emit(lowered: Lowered, rank: int) -> dict[str, str]:
-    """The sources of one rank: `engine.h`, and `step_<i>.cpp` for each token range."""
+    """The sources of one rank: two headers, and `step_<i>.cpp` for each token range."""
     program = lowered.programs[rank]
-    files = {HEADER: _header(lowered, program)}
+    files = {HEADER: _header(lowered, program), LIMITS: _limits(lowered, program)}
     for number, code in enumerate(program.ranges):
         files[f"step_{number}.cpp"] = _step(lowered, program, code, number)
     return files
@@ -76,6 +76,11 @@ def _header(lowered: Lowered, program: Program) -> str:
         "}  // namespace llmc",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _limits(lowered: Lowered, program: Program) -> str:
+    ids = f"constexpr int32_t kVocabulary = {lowered.vocab_size};  // token ids are below it"
+    return "\n".join([_title(lowered, program), "#pragma once", "namespace llmc {", ids, "}  // namespace llmc"]) + "\n"
 
 
 def _step(lowered: Lowered, program: Program, code: RangeProgram, number: int) -> str:

@@ -3,6 +3,7 @@
 // Comes in: the rank's memory, then steps. Goes out: logits. A step is run by all threads of the rank at once; a step that
 // the code was not compiled for is refused before anything is written.
 #include "engine.h"
+#include "limits.h"
 
 #include <cstdarg>
 #include <cstdio>
@@ -88,7 +89,8 @@ const Range* find_range(const llmc_step& step) {
   return nullptr;
 }
 
-// Whether kernels stay within the cache and the scratch: sequences cover the tokens, and blocks cover the sequences.
+// Whether kernels stay within tables, cache and scratch: ids are rows of the embedding, sequences cover the tokens, each
+// token stands at its position, and blocks cover the sequences.
 bool check_sequences(const llmc_step& step, int64_t num_blocks) {
   if (step.num_seqs < 1 || step.num_seqs > kMaxSequences || step.query_start[0] != 0) return false;
   for (int s = 0; s < step.num_seqs; ++s) {
@@ -99,8 +101,16 @@ bool check_sequences(const llmc_step& step, int64_t num_blocks) {
     const int32_t* table = step.block_tables + int64_t(s) * step.block_table_stride;
     for (int64_t b = 0; b < blocks; ++b)
       if (table[b] < 0 || table[b] >= num_blocks) return false;
+    for (int t = step.query_start[s]; t < step.query_start[s + 1]; ++t)
+      if (step.positions[t] != context - step.query_start[s + 1] + t) return false;
   }
   return step.query_start[step.num_seqs] == step.num_tokens;
+}
+
+bool check_ids(const llmc_step& step) {
+  for (int t = 0; t < step.num_tokens; ++t)
+    if (step.ids[t] < 0 || step.ids[t] >= kVocabulary) return false;
+  return true;
 }
 
 bool check_rows(const llmc_step& step, int most) {
@@ -144,7 +154,9 @@ extern "C" int32_t llmc_run(void* handle, const llmc_step* step) {
   Engine& engine = *static_cast<Engine*>(handle);
   if (engine.comm.failed()) return 2;
   const llmc::Range* range = llmc::find_range(*step);
-  if (!range || !llmc::check_rows(*step, range->rows) || !llmc::check_sequences(*step, engine.rank.num_blocks)) return 1;
+  if (!range || !llmc::check_ids(*step) || !llmc::check_rows(*step, range->rows) ||
+      !llmc::check_sequences(*step, engine.rank.num_blocks))
+    return 1;
   engine.range = range;
   engine.ctx.step = step;
   engine.pool.run(Engine::work, &engine);

@@ -101,6 +101,15 @@ def test_bad_profiles(checkpoint: Path, text: str, words: tuple[str, ...]) -> No
     refused(build(checkpoint, "--profile", "chatt"), USAGE, "chatt", "chat")
 
 
+def test_a_profile_with_room_for_eight_tokens_is_built_and_asked_within_it(checkpoint: Path) -> None:
+    profile, plan = checkpoint.parent / "short.yaml", checkpoint.parent / "engine.plan"
+    profile.write_text("token_ranges: [{min: 1, max: 4}]\nmax_num_seqs: 2\nmax_seq_len: 8\n")
+    assert build(checkpoint, "--profile", profile).exit_code == 0
+    assert json.loads(bytes(Plan.open(plan).section("golden.json")))["tokens"] == 4
+    result = llmc("verify", plan, "--run")
+    assert result.exit_code == 0, result.output
+
+
 def test_unknown_target(checkpoint: Path) -> None:
     refused(build(checkpoint, "--target", "cpu:x86-64-v9"), USAGE, "x86-64-v9")
 

@@ -147,6 +147,10 @@ def i32(*values: int) -> np.ndarray:
         lambda inputs, context: ({**inputs, "rows": i32(4)}, context),
         lambda inputs, context: ({**inputs, "rows": i32(-1)}, context),
         lambda inputs, context: ({**inputs, "rows": np.zeros(5, np.int32)}, context),
+        lambda inputs, context: ({**inputs, "ids": i32(1, 2, VOCAB, 4)}, context),
+        lambda inputs, context: ({**inputs, "ids": i32(1, -1, 3, 4)}, context),
+        lambda inputs, context: ({**inputs, "positions": i32(0, 1, 256, 0)}, context),
+        lambda inputs, context: ({**inputs, "positions": i32(0, 1, 2, -1)}, context),
         with_context(query_start=i32(0, 3, 5)),
         with_context(query_start=i32(1, 3, 4)),
         with_context(query_start=i32(0, 4, 4)),
@@ -157,7 +161,8 @@ def i32(*values: int) -> np.ndarray:
         with_context(context_len=i32(3, 100)),
     ],
     ids=[
-        "row-behind", "row-before", "rows-too-many", "tokens-beyond", "tokens-before", "sequence-empty",
+        "row-behind", "row-before", "rows-too-many", "id-beyond", "id-negative", "position-beyond",
+        "position-negative", "tokens-beyond", "tokens-before", "sequence-empty",
         "context-short", "context-beyond-profile", "block-beyond-pool", "block-negative", "table-too-short",
     ],
 )  # fmt: skip

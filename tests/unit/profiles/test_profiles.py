@@ -62,6 +62,7 @@ def test_values_of_the_file_count(tmp_path: Path) -> None:
         (RANGES + "max_num_seqs: 65", "max_num_seqs is 65; the largest step has 64 tokens"),
         (RANGES + "max_num_seqs: many", "max_num_seqs is 'many'; a whole number"),
         (RANGES + "max_seq_len: 2049", "max_seq_len is 2049; .*max_position_embeddings is 2048"),
+        (RANGES + "max_seq_len: 1", "max_seq_len is 1; at least 2 are needed, for a prompt and an answer"),
         (RANGES + "max_seq_len: long", "max_seq_len is 'long'; a whole number, or auto"),
         (RANGES + "block_size: 24", "block_size is 24; kernels of cpu:x86-64-v3 have 16, 32"),
         (RANGES + "outside: split", "outside is 'split'; only 'reject' exists"),
