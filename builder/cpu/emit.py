@@ -11,7 +11,7 @@ from __future__ import annotations
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgram
 from llmc.builder.ir import Node
-from llmc.plugins.cpu.call import C_TYPES, Arg, Call, Literal, Pointer, Product, RowStride
+from llmc.plugins.cpu.call import C_TYPES, Pointer, RowStride, render
 
 #: What every unit includes, and what `entry.cpp` includes beside it: the steps do not depend on it.
 HEADER, LIMITS = "engine.h", "limits.h"
@@ -138,26 +138,18 @@ def _launch(program: Program, launch: Launch) -> str:
     node = launch.node
     results = ", ".join(f"%{name} {kind}" for name, kind in zip(node.outputs, node.types, strict=True))
     comment = f"  // {node.path or node.op}: {node.op}({', '.join('%' + n for n in node.inputs)}) -> {results}"
-    args = ", ".join(["c", "tid", *(_arg(arg, program, launch) for arg in launch.call.args)])
+    symbols = {"T": "T", "S": "S"}
+    given = (render(arg, lambda a: _value(a, program, launch), symbols) for arg in launch.call.args)
+    args = ", ".join(["c", "tid", *given])
     return f"{comment}\n  {launch.call.function}({args});"
 
 
-def _arg(arg: Arg, program: Program, launch: Launch) -> str:
-    match arg:
-        case Literal(text):
-            return text
-        case Product():
-            return f"int64_t({arg.text({'T': 'T', 'S': 'S'})})"
-        case RowStride(side, index):
-            return f"int64_t({(launch.inputs if side == 'in' else launch.outputs)[index].stride})"
-        case Pointer("in", index):
-            name = launch.node.inputs[index]
-            return _pointer(launch.inputs[index], f"const {_element(program, name)}")
-        case Pointer("out", index):
-            return _pointer(launch.outputs[index], _element(program, launch.node.outputs[index]))
-        case Call(kind, args):
-            return f"{kind}{{{', '.join(_arg(a, program, launch) for a in args)}}}"
-    raise TypeError(f"{arg} is no argument")
+def _value(arg: Pointer | RowStride, program: Program, launch: Launch) -> str:
+    places = launch.inputs if arg.side == "in" else launch.outputs
+    if isinstance(arg, RowStride):
+        return f"int64_t({places[arg.index].stride})"
+    names = launch.node.inputs if arg.side == "in" else launch.node.outputs
+    return _pointer(places[arg.index], f"{'const ' if arg.side == 'in' else ''}{_element(program, names[arg.index])}")
 
 
 def _element(program: Program, name: str) -> str:

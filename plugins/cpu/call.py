@@ -21,7 +21,7 @@ width); the emitter refuses anything else. Rows are what the first axis counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal as OneOf
@@ -80,6 +80,18 @@ class Call:
 
 Simple = Pointer | RowStride | Product | Literal
 Arg = Simple | Call
+
+
+def render(arg: Arg, value: Callable[[Pointer | RowStride], str], symbols: Mapping[str, str]) -> str:
+    """C++ for an argument: `value` gives it for what memory decides, `symbols` for T and S."""
+    match arg:
+        case Literal(text):
+            return text
+        case Product():
+            return f"int64_t({arg.text(symbols)})"
+        case Call(kind, args):
+            return f"{kind}{{{', '.join(render(a, value, symbols) for a in args)}}}"
+    return value(arg)
 
 
 @dataclass(frozen=True)

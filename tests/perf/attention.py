@@ -18,7 +18,8 @@ from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.paged_attention import Attrs, infer
 from llmc.plugins.paged_attention import cpu as paged_cpu
-from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, aligned, build, source
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.native_step import Launch, Rank, Step, build, source
 
 BLOCK_SIZE = 16
 
@@ -89,7 +90,7 @@ def best(repeat: int, run: Callable[[int], None]) -> float:
 
 def measure_reads(launches: list[Launch], isa: str, threads: int, repeat: int) -> float:
     """Bytes a second of summing 256 MB."""
-    x, out = aligned(2**28).view(np.float32), np.zeros(16 * 64, np.float32)
+    x, out = aligned(np.zeros(2**28, np.uint8)).view(np.float32), np.zeros(16 * 64, np.float32)
     x[:] = 1  # pages that were never written would all be the one page of zeros
     rank = Rank(build(source(launches))[isa], launches, threads)
     step = Step(np.array([0, x.size], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
@@ -103,7 +104,7 @@ def measure(index: int, launches: list[Launch], isa: str, threads: int, repeat: 
     shape, rng = SHAPES[index], np.random.default_rng(0)
     blocks = shape.context // BLOCK_SIZE
     copies = max(1, 2**28 // shape.kv_bytes()) if shape.tokens == 1 else 1
-    kv = aligned(shape.kv_bytes() * copies)
+    kv = aligned(np.zeros(shape.kv_bytes() * copies, np.uint8))
     kv.view(np.float32 if shape.kv_dtype == "f32" else np.uint16)[:] = 1 if shape.kv_dtype == "f32" else 0x3F80
     tables = rng.permutation(blocks * copies).astype(np.int32).reshape(copies, 1, blocks)
     q = rng.standard_normal((shape.tokens, shape.heads, shape.head_dim)).astype(np.float32)

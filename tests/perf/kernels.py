@@ -18,7 +18,8 @@ from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.linear import Attrs, infer
 from llmc.plugins.linear.cpu import launch
-from tests.unit.plugins.harness import Library, aligned, isas
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.harness import Library
 
 MAX_ROWS = 512
 COLD_BYTES = 256 << 20
@@ -124,7 +125,7 @@ def measure(library: Library, index: int, rows: int, threads: int) -> float:
 def main() -> None:
     """Prints a table for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--isa", default=isas()[-1], choices=isas())
+    parser.add_argument("--isa", default=ISAS[-1], choices=ISAS)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rows", default="1,4,8,16,64,512")
     parser.add_argument("--only", default="", help="a name or dtype, or a part of one")
@@ -134,7 +135,7 @@ def main() -> None:
     header = "plugins/cpu/functions.h"
     calls.append(CpuCall(header, "read_all", (Pointer("in", 1), width, Pointer("out", 0)), prelude=LIMITS))
     calls.append(CpuCall(header, "multiply", (width, Pointer("out", 0)), prelude=LIMITS))
-    types = [{Pointer("in", 1): NUMPY_DTYPES[case.dtype].name} for case in CASES] + [{}, {}]
+    types = [{Pointer("in", 1): case.dtype} for case in CASES] + [{}, {}]
     library = Library(calls, options.isa, types)
     for threads in map(int, options.threads.split(",")):
         read, flops = limits(library, threads)

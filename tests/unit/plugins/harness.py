@@ -6,21 +6,14 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from llmc.plugins import INCLUDE_ROOT
-from llmc.plugins.cpu import CXX_FLAGS
-from llmc.plugins.cpu.call import Arg, Call, CpuCall, Literal, Pointer, Product, RowStride, Side
+from llmc.plugins.cpu.call import C_TYPES, CpuCall, Pointer, RowStride, render
+from tests.unit.plugins.compiled import compile_library
 
-CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
 MAX_VALUES = 8
-SIDES: tuple[Side, ...] = ("in", "out")
 
 _HEAD = """
 #include <cstdlib>
@@ -102,61 +95,24 @@ class Request(ctypes.Structure):
     )
 
 
-_POINTER_TYPES = {
-    "float32": "float",
-    "bfloat16": "llmc::bf16",
-    "float8_e4m3fn": "uint8_t",
-    "int32": "int32_t",
-}
-
-
-def isas() -> list[str]:
-    """The ISA levels that this machine runs."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return ["x86-64-v3"] + (["x86-64-v4"] if "avx512vl" in flags and "avx512bw" in flags else [])
-
-
-def has_both() -> bool:
-    return len(isas()) > 1
-
-
-def _arg(arg: Arg, types: dict[Pointer, str]) -> str:
-    match arg:
-        case Literal(text):
-            return text
-        case Product():
-            return "int64_t(" + arg.text({"T": "r.T", "S": "r.S"}) + ")"
-        case RowStride(side, index):
-            return f"r.{side}_stride[{index}]"
-        case Call(kind, args):
-            return f"{kind}{{{', '.join(_arg(a, types) for a in args)}}}"
-        case Pointer(side, index):
-            return f"({'const ' if side == 'in' else ''}{types[arg]}*)r.{side}[{index}]"
-    raise TypeError(arg)
-
-
-def aligned(value: np.ndarray) -> np.ndarray:
-    """A contiguous copy that starts at a multiple of 64 bytes, as all values of a plan do."""
-    memory = np.empty(value.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    copy = memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
-    copy[...] = value
-    return copy
+def _value(arg: Pointer | RowStride, types: dict[Pointer, str]) -> str:
+    if isinstance(arg, RowStride):
+        return f"r.{arg.side}_stride[{arg.index}]"
+    return f"({'const ' if arg.side == 'in' else ''}{C_TYPES[types.get(arg, 'f32')]}*)r.{arg.side}[{arg.index}]"
 
 
 class Library:
-    """`types` gives for each call the numpy dtype names of its values, where they are not f32."""
+    """`types` gives for each call the dtypes of its values, where they are not f32."""
 
     def __init__(self, calls: Sequence[CpuCall], isa: str, types: Sequence[dict[Pointer, str]] | None = None) -> None:
         self.calls = calls
         text = [f'#include "{h}"' for h in sorted({c.header for c in calls})] + [_HEAD]
         text += [f"namespace llmc {{\n{p}\n}}" for p in dict.fromkeys(c.prelude for c in calls) if p]
         for i, call in enumerate(calls):
-            known = {Pointer(side, n): "float" for side in SIDES for n in range(MAX_VALUES)}
-            known |= {p: _POINTER_TYPES[t] for p, t in (types[i] if types else {}).items()}
-            args = ", ".join(_arg(a, known) for a in call.args)
+            known = types[i] if types else {}
+            args = ", ".join(render(a, lambda v: _value(v, known), {"T": "r.T", "S": "r.S"}) for a in call.args)  # noqa: B023
             text.append(_CALL.format(i=i, function=call.function, args=args))
-        self._library = ctypes.CDLL(str(_compile("\n".join(text), isa)))
+        self._library = ctypes.CDLL(str(compile_library("\n".join(text), isa)))
 
     def run(
         self,
@@ -184,19 +140,3 @@ class Library:
         for name, value in fields.items():
             setattr(request, name, value)
         assert self._library[f"call_{index}"](ctypes.byref(request)) == 0
-
-
-def _compile(text: str, isa: str) -> Path:
-    headers = sorted(INCLUDE_ROOT.glob("plugins/**/*.h"))
-    digest = hashlib.sha256(b"\0".join([text.encode(), isa.encode(), *(h.read_bytes() for h in headers)])).hexdigest()
-    CACHE.mkdir(exist_ok=True)
-    library = CACHE / f"{digest[:32]}.so"
-    if not library.exists():
-        source = library.with_suffix(".cpp")
-        source.write_text(text)
-        aside = library.with_suffix(".tmp.so")
-        flags = [*CXX_FLAGS, "-O3", f"-march={isa}", "-I", str(INCLUDE_ROOT), "-shared", "-fPIC", "-pthread", "-Wall"]
-        flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # g++ 12 on its own AVX-512 headers
-        subprocess.run(["g++", *flags, str(source), "-o", str(aside)], check=True)
-        aside.rename(library)
-    return library

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins import cpu
-from llmc.plugins.cpu.call import C_TYPES, Arg, CpuCall, Literal, Pointer, Product, RowStride
+from llmc.plugins.cpu.call import C_TYPES, CpuCall, Pointer, RowStride, render
 from llmc.plugins.operator import KVCache
 from llmc.runtime.native import RankStruct, StepStruct
-
-ROOT = Path(cpu.__file__).resolve().parents[2]
-_FOLDER = Path(tempfile.mkdtemp(prefix="llmc-kernels-"))
-_FLAGS = set(Path("/proc/cpuinfo").read_text().partition("flags\t\t:")[2].partition("\n")[0].split())
-#: The levels that this machine can run.
-ISAS = ("x86-64-v3", "x86-64-v4") if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _FLAGS else ("x86-64-v3",)
+from tests.unit.plugins.compiled import ISAS, aligned, compile_library
 
 _RUNTIME = """
 #include <new>
@@ -62,24 +53,26 @@ class Launch:
     outputs: tuple[TensorType, ...]
 
 
-def _text(arg: Arg, launch: Launch) -> str:
-    if isinstance(arg, Literal):
-        return arg.text
-    if isinstance(arg, Product):
-        return arg.text({"T": "int64_t(w.rank->ctx.step->num_tokens)", "S": "int64_t(w.rank->ctx.step->num_rows)"})
-    if isinstance(arg, Pointer):
-        kind = C_TYPES[(launch.inputs if arg.side == "in" else launch.outputs)[arg.index].dtype]
-        return f"({'const ' * (arg.side == 'in')}{kind}*)w.{arg.side}[{arg.index}]"
-    assert isinstance(arg, RowStride)
-    return f"w.in_stride[{arg.index}]"
+_SYMBOLS = {"T": "int64_t(w.rank->ctx.step->num_tokens)", "S": "int64_t(w.rank->ctx.step->num_rows)"}
+
+
+def _value(arg: Pointer | RowStride, launch: Launch) -> str:
+    if isinstance(arg, RowStride):
+        assert arg.side == "in"
+        return f"w.in_stride[{arg.index}]"
+    kind = C_TYPES[(launch.inputs if arg.side == "in" else launch.outputs)[arg.index].dtype]
+    return f"({'const ' * (arg.side == 'in')}{kind}*)w.{arg.side}[{arg.index}]"
+
+
+def _arguments(launch: Launch) -> str:
+    return ", ".join(render(arg, lambda value: _value(value, launch), _SYMBOLS) for arg in launch.call.args)
 
 
 def source(launches: Sequence[Launch]) -> str:
     """One C++ translation unit."""
     headers = dict.fromkeys(["plugins/cpu/runtime.h", *(launch.call.header for launch in launches)])
-    arguments = [", ".join(_text(arg, launch) for arg in launch.call.args) for launch in launches]
     cases = [
-        f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {arguments[i]}); break;"
+        f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {_arguments(launch)}); break;"
         for i, launch in enumerate(launches)
     ]
     dispatch = (
@@ -94,28 +87,9 @@ def source(launches: Sequence[Launch]) -> str:
 @functools.cache
 def build(text: str, isas: tuple[str, ...] = ISAS) -> dict[str, ctypes.CDLL]:
     """ISA level -> the text, compiled for it; both levels at once. Raises AssertionError with the compiler's words."""
-    path = _FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
-    path.write_text(text)
-    flags = [*cpu.CXX_FLAGS, "-O3", "-fPIC", "-shared", "-pthread", f"-I{ROOT}"]
-    jobs = {
-        isa: subprocess.Popen(
-            ["g++", *flags, f"-march={isa}", str(path), "-o", str(path.with_suffix(f".{isa}.so"))],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for isa in isas
-    }
-    for job in jobs.values():
-        errors = job.communicate()[1]
-        assert job.returncode == 0, errors
-    return {isa: ctypes.CDLL(str(path.with_suffix(f".{isa}.so"))) for isa in isas}
-
-
-def aligned(nbytes: int) -> np.ndarray:
-    """u8[nbytes] of zeros from a 64-byte boundary on."""
-    raw = np.zeros(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes]
+    with ThreadPoolExecutor(len(isas)) as pool:
+        paths = list(pool.map(lambda isa: compile_library(text, isa), isas))
+    return {isa: ctypes.CDLL(str(path)) for isa, path in zip(isas, paths, strict=True)}
 
 
 @dataclass
@@ -179,9 +153,7 @@ def pack(cache: KVCache, dtype: str) -> np.ndarray:
     count = len(keys)
     parts = [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
     flat = [np.ascontiguousarray(part).reshape(count, -1).view(np.uint8) for part in parts]
-    packed = aligned(sum(part.size for part in flat)).reshape(count, -1)
-    packed[:] = np.concatenate(flat, axis=1)
-    return packed
+    return aligned(np.concatenate(flat, axis=1))
 
 
 def unpack(packed: np.ndarray, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:

@@ -20,7 +20,8 @@ from llmc.plugins.all_reduce import Attrs, infer, reference
 from llmc.plugins.all_reduce import cpu as all_reduce_cpu
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.operator import StepContext
-from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, build, source
+from tests.unit.plugins.compiled import ISAS
+from tests.unit.plugins.native_step import Launch, Rank, Step, build, source
 
 COLUMNS, TOKENS = 37, 50
 SLOT = all_reduce_cpu.slot_bytes(TOKENS, COLUMNS)

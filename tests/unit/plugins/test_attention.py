@@ -17,7 +17,8 @@ from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.operator import KVCache, StepContext
 from llmc.plugins.paged_attention import Attrs, infer, reference
 from llmc.plugins.paged_attention import cpu as paged_cpu
-from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, build, pack, source
+from tests.unit.plugins.compiled import ISAS
+from tests.unit.plugins.native_step import Launch, Rank, Step, build, pack, source
 
 MAX_CONTEXT = 1500
 

@@ -10,7 +10,8 @@ from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.pointwise import Attrs, infer
 from llmc.plugins.pointwise.cpu import launch
 from llmc.plugins.pointwise.functions import BINARY, UNARY
-from tests.unit.plugins.harness import Library, aligned, isas
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.harness import Library
 
 #: Units in the last place of the result; of the larger of result and argument for those that cancel below 0.
 ULPS = dict.fromkeys(UNARY, 1.0) | {"tanh": 2, "sigmoid": 2.5, "silu": 3, "rsqrt": 1.5}
@@ -63,7 +64,7 @@ def test_unary(name: str) -> None:
     x = grid()
     if name in ("sin", "cos"):
         x = x[~(np.abs(x) >= 2**53)]
-    results = [compute(isa, name, x) for isa in isas()]
+    results = [compute(isa, name, x) for isa in ISAS]
     with np.errstate(all="ignore"):
         want = UNARY[name](x.astype(np.float64))
     if name in CANCELLING:
@@ -82,7 +83,7 @@ def test_binary(name: str) -> None:
     a, b = (np.ravel(v) for v in np.meshgrid(special, special))
     a = np.concatenate([a, rng.standard_normal(5000).astype(np.float32) * 20])
     b = np.concatenate([b, rng.standard_normal(5000).astype(np.float32) * 8])
-    results = [compute(isa, name, a, b) for isa in isas()]
+    results = [compute(isa, name, a, b) for isa in ISAS]
     with np.errstate(all="ignore"):
         want = BINARY[name](a.astype(np.float64), b.astype(np.float64))
     check(results[0], want, 1, floor=1e-37)

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
@@ -18,7 +18,8 @@ from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.linear import Attrs, infer, quantize_x, reference
 from llmc.plugins.linear.cpu import launch
 from llmc.plugins.operator import StepContext
-from tests.unit.plugins.harness import Library, aligned, isas
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.harness import Library
 
 MOST = 300
 CONTEXT = StepContext(16, np.array([0, 1]), np.array([1]), np.array([[0]]))
@@ -70,7 +71,7 @@ IDENTITY, REDUCED = len(CASES) - 2, len(CASES) - 1
 
 @cache
 def library(isa: str) -> Library:
-    types = [{Pointer("in", 1): NUMPY_DTYPES[case.dtype].name} for case in CASES]
+    types = [{Pointer("in", 1): case.dtype} for case in CASES]
     return Library([case.call() for case in CASES], isa, types)
 
 
@@ -105,10 +106,11 @@ def run(isa: str, case: int, x: np.ndarray, threads: int = 1, spread: int = 0) -
     case=st.integers(0, len(CASES) - 2),
     rows=st.integers(1, 26) | st.sampled_from([27, 48, 49, 96, 200, MOST]),
     threads=st.integers(1, 4),
-    isa=st.sampled_from(isas()),
+    isa=st.sampled_from(ISAS),
     spread=st.sampled_from([0, 3]),
     seed=st.integers(0, 99),
 )
+@example(case=7, rows=49, threads=1, isa=ISAS[0], spread=0, seed=90)
 def test_matches_the_reference_and_each_row_alone(
     case: int, rows: int, threads: int, isa: str, spread: int, seed: int
 ) -> None:
@@ -121,6 +123,9 @@ def test_matches_the_reference_and_each_row_alone(
     w, _, vectors = weights(chosen)
     (expected,) = reference(CONTEXT, Attrs(**chosen.attrs), [x, w, *vectors])
     size = np.abs(expected).max(axis=1, keepdims=True) + 1e-3
+    if chosen.attrs.get("epilogue", "").startswith("gelu"):  # it cancels: its error is measured by its argument
+        (before,) = reference(CONTEXT, Attrs(**{**chosen.attrs, "epilogue": "none"}), [x, w, *vectors])
+        size = np.maximum(size, np.abs(before).max(axis=1, keepdims=True))
     np.testing.assert_allclose(y / size, expected / size, rtol=0, atol=3e-6)
     picked = sorted({0, rows - 1, int(rng.integers(rows))})
     if chosen.least == 1:
@@ -130,7 +135,7 @@ def test_matches_the_reference_and_each_row_alone(
     np.testing.assert_array_equal(alone.view(np.uint32), y[picked].view(np.uint32))
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 5, 60])
 def test_every_output_is_one_chain_over_k(isa: str, rows: int) -> None:
     chosen = CASES[4]
@@ -145,7 +150,7 @@ def test_every_output_is_one_chain_over_k(isa: str, rows: int) -> None:
     np.testing.assert_array_equal(run(isa, 4, x), expected)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
     case = CASES[IDENTITY]
@@ -166,7 +171,7 @@ def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
         np.testing.assert_array_equal(y, q.astype(np.float32) * scale)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("case", [0, 4, 5])
 def test_nan_stays_in_its_row(isa: str, case: int) -> None:
     x = np.ones((7, CASES[case].k), np.float32)
@@ -187,7 +192,7 @@ def test_sums_over_ranks_and_adds_the_bias_once(rows: int) -> None:
     ys = [np.zeros((rows, case.n), np.float32) for _ in range(2)]
 
     def rank(number: int) -> None:
-        library(isas()[-1]).run(
+        library(ISAS[-1]).run(
             REDUCED, [xs[number], packed, scale, bias], [ys[number]], threads=2, tokens=rows,
             comm=comm.ctypes.data, slot=slot, rank_number=number, tp=2,
         )  # fmt: skip

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from llmc.plugins.cpu.call import CpuCall, Literal, Pointer, Product
-from tests.unit.plugins.harness import Library, aligned, isas
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.harness import Library
 
 #: Threads write their turn, meet, and check what the others wrote: a barrier that lets one through early is seen.
 RELAY = """
@@ -29,8 +30,8 @@ def library() -> Library:
     call = CpuCall("plugins/cpu/runtime.h", "relay", args, prelude=RELAY)
     # A step that ends as soon as it has begun, so that steps follow each other closely.
     empty = CpuCall("plugins/cpu/runtime.h", "relay", (Literal("0"), *args[1:]), prelude=RELAY)
-    kinds = {Pointer("out", 0): "int32", Pointer("out", 1): "int32"}
-    return Library([call, empty], isas()[0], [kinds, kinds])
+    kinds = {Pointer("out", 0): "i32", Pointer("out", 1): "i32"}
+    return Library([call, empty], ISAS[0], [kinds, kinds])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])

@@ -18,7 +18,8 @@ from llmc.plugins.operator import KVCache, StepContext
 from llmc.plugins.paged_attention.cpu import layer_bytes
 from llmc.plugins.rope_cache import Attrs, infer, reference
 from llmc.plugins.rope_cache.cpu import launch
-from tests.unit.plugins.native_step import ISAS, Launch, Rank, Step, build, pack, source, unpack
+from tests.unit.plugins.compiled import ISAS
+from tests.unit.plugins.native_step import Launch, Rank, Step, build, pack, source, unpack
 
 CASES = [
     (Attrs(0, 9, 3, 64, rotary=64), 16, "f32"),

@@ -14,7 +14,8 @@ from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins import OPERATORS, cpu_launch
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.operator import StepContext
-from tests.unit.plugins.harness import Library, aligned, isas
+from tests.unit.plugins.compiled import ISAS, aligned
+from tests.unit.plugins.harness import Library
 
 ENV = KernelEnv((1, 64), (0, 64))
 VOCABULARY = 50
@@ -76,8 +77,8 @@ CASES = [
 @cache
 def library(isa: str) -> Library:
     named = [
-        {Pointer("in", i): NUMPY_DTYPES[t.dtype].name for i, t in enumerate(case.types)}
-        | {Pointer("out", i): NUMPY_DTYPES[t.dtype].name for i, t in enumerate(case.outputs)}
+        {Pointer("in", i): t.dtype for i, t in enumerate(case.types)}
+        | {Pointer("out", i): t.dtype for i, t in enumerate(case.outputs)}
         for case in CASES
     ]
     return Library([case.call() for case in CASES], isa, named)
@@ -124,7 +125,7 @@ def test_kernels_match_references(number: int, tokens: int, rows: int, threads: 
     context = StepContext(16, np.array([0, tokens]), np.array([tokens]), np.array([[0]]))
     expected = operator.reference(context, case.values, inputs)
     given_inputs = [spread(x) if apart and Pointer("in", i) in case.call().strided else x for i, x in enumerate(inputs)]
-    results = [run(isa, number, given_inputs, symbols, threads) for isa in isas()]
+    results = [run(isa, number, given_inputs, symbols, threads) for isa in ISAS]
     for got, want in zip(results[0], expected, strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         np.testing.assert_allclose(got, want, rtol=4e-6, atol=2e-6)
@@ -139,9 +140,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         if case.op not in ("rms_norm", "layer_norm", "reduce"):
             continue
         inputs = [values(t, {"T": 9, "S": 1}, rng, 9) for t in case.types]
-        together = run(isas()[-1], number, inputs, {"T": 9, "S": 1}, 3)
+        together = run(ISAS[-1], number, inputs, {"T": 9, "S": 1}, 3)
         row = [aligned(x[4:5]) if "T" in t.shape else x for x, t in zip(inputs, case.types, strict=True)]
-        alone = run(isas()[-1], number, row, {"T": 1, "S": 1}, 1)
+        alone = run(ISAS[-1], number, row, {"T": 1, "S": 1}, 1)
         for one, all_rows in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one[0], all_rows[4])
 
@@ -151,7 +152,7 @@ def test_maximum_is_nan_where_any_is() -> None:
     for column in (0, 69):
         x = aligned(np.ones((3, 70), np.float32))
         x[1, column] = np.nan
-        (y,) = run(isas()[-1], number, [x], {"T": 3, "S": 0}, 1)
+        (y,) = run(ISAS[-1], number, [x], {"T": 3, "S": 0}, 1)
         np.testing.assert_array_equal(y, [1, np.nan, 1])
 
 
@@ -162,7 +163,7 @@ def test_norms_of_huge_and_tiny_rows_are_finite() -> None:
         x = np.ones((2, int(width)), np.float32) * np.array([[1e18], [1e-30]], np.float32)
         x[:, ::2] *= -1
         inputs = [aligned(x), *(aligned(np.ones(int(width), np.float32)) for _ in case.types[1:])]
-        (y,) = run(isas()[-1], number, inputs, {"T": 2, "S": 0}, 1)
+        (y,) = run(ISAS[-1], number, inputs, {"T": 2, "S": 0}, 1)
         assert np.isfinite(y).all()
 
 

@@ -17,7 +17,8 @@ from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.plugins.sampler import reference
 from llmc.runtime import native
 from llmc.runtime.native import Sampled, SamplingRow
-from tests.unit.plugins.native_step import ISAS, build
+from tests.unit.plugins.compiled import ISAS
+from tests.unit.plugins.native_step import build
 
 SOURCE = """
 #include "plugins/sampler/cpu.h"

@@ -1,0 +1,58 @@
+"""C++ compiled as a build compiles kernels, kept between runs, and memory aligned as a plan's: for kernel tests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from llmc.artifacts.plan import machine_features
+from llmc.plugins import INCLUDE_ROOT
+from llmc.plugins.cpu import CXX_FLAGS
+from llmc.profiles import load_target
+
+_CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
+_TARGETS = {isa: load_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4")}
+#: The levels that this machine can run.
+ISAS = tuple(isa for isa, target in _TARGETS.items() if set(target.features) <= machine_features())
+
+
+def compile_library(text: str, isa: str) -> Path:
+    """A shared object of one translation unit; raises AssertionError with the compiler's words."""
+    headers = sorted(INCLUDE_ROOT.glob("plugins/**/*.h"))
+    digest = hashlib.sha256(b"\0".join([text.encode(), isa.encode(), *(h.read_bytes() for h in headers)])).hexdigest()
+    _CACHE.mkdir(exist_ok=True)
+    library = _CACHE / f"{digest[:32]}.so"
+    if not library.exists():
+        source, aside = library.with_suffix(".cpp"), library.with_suffix(f".{os.getpid()}.so")
+        source.write_text(text)
+        flags = [
+            *CXX_FLAGS,
+            "-O3",
+            *_TARGETS[isa].cxx_flags,
+            f"-I{INCLUDE_ROOT}",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-Wall",
+        ]
+        flags += ["-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # g++ 12 on its own AVX-512 headers
+        done = subprocess.run(
+            ["g++", *flags, str(source), "-o", str(aside)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        aside.rename(library)
+    return library
+
+
+def aligned(value: np.ndarray) -> np.ndarray:
+    """A contiguous copy that starts at a multiple of 64 bytes, as all values of a plan do."""
+    memory = np.empty(value.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    return copy
