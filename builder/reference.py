@@ -37,12 +37,23 @@ def build_model(checkpoint: Checkpoint, device: str) -> Any:
     return model.eval()
 
 
+def parameter_names(model: Any) -> dict[str, tuple[str, ...]]:
+    """Every parameter name -> all names of the parameter: a tied one has several, and is stored under any of them."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
 def load_reference(checkpoint: Checkpoint) -> Any:
     """The torch module with the checkpoint's weights as float32; raises CheckpointError for what does not fit."""
     import torch
 
     model = build_model(checkpoint, "cpu")
-    parameters = dict(model.named_parameters())
+    parameters = {
+        next(filter(checkpoint.holds, names), names[0]): model.get_parameter(names[0])
+        for names in dict.fromkeys(parameter_names(model).values())
+    }
     checkpoint.check((name, tuple(p.shape)) for name, p in parameters.items())
     with torch.no_grad():
         for name, parameter in parameters.items():

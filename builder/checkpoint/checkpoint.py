@@ -143,15 +143,18 @@ class Checkpoint:
             add_bos=tokenizer.add_bos,
         )
 
+    def holds(self, name: str) -> bool:
+        """Whether `resolve` finds the name."""
+        return self._find(name) is not None
+
     def resolve(self, name: str) -> str:
         """The stored tensor that a parameter of the model takes its values from.
 
-        Differs from `name` for a tied output head, and for files saved from the bare base model, whose names lack the
-        first part (`wte.weight` for `transformer.wte.weight`). Raises CheckpointError if there is none.
+        Differs from `name` for files saved from the bare base model, whose names lack the first part (`wte.weight` for
+        `transformer.wte.weight`). A tied parameter has several names, and is stored under one of them. Raises
+        CheckpointError if there is none.
         """
         found = self._find(name)
-        if found is None and self._tied and name == "lm_head.weight":
-            found = next((n for n in map(self._find, _EMBEDDINGS) if n is not None), None)
         if found is None:
             raise CheckpointError(
                 f"{self.path}: has no tensor {name!r}, which the model of config.json ({self._architecture}) needs; "
@@ -164,10 +167,6 @@ class Checkpoint:
             if candidate in self.tensors:
                 return candidate
         return None
-
-    @cached_property
-    def _tied(self) -> bool:
-        return bool(self.hf_config().get_text_config().tie_word_embeddings)
 
     @property
     def _architecture(self) -> str:
@@ -193,17 +192,6 @@ class Checkpoint:
                     f"{self.path}: tensor {stored!r} has shape {list(have)}, the model of config.json "
                     f"({self._architecture}) needs {list(shape)}: the config belongs to another checkpoint"
                 )
-
-
-#: Where a tied head's values are, in the families that transformers has.
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "model.decoder.embed_tokens.weight",
-    "gpt_neox.embed_in.weight",
-    "transformer.word_embeddings.weight",
-    "backbone.embeddings.weight",
-)
 
 
 def _ids(value: Any) -> frozenset[int]:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from llmc.artifacts.errors import LlmcError, UnsupportedError
+from llmc.builder.reference import parameter_names
 from llmc.builder.trace.hook import IMPLEMENTATION
 
 #: Example sizes. Different from each other and from 0 and 1, which torch.export would take for constants.
@@ -81,7 +82,7 @@ def export(config: PretrainedConfig) -> Exported:
         buffers = dict(model.named_buffers())
         model.to("meta")
         model.tie_weights()
-        names = _names(model)
+        names = parameter_names(model)
         program = _export(model)
     except LlmcError:
         raise
@@ -102,14 +103,6 @@ def _reason(error: Exception) -> str:
     facts = [lines[0].partition(" For more information")[0], *[li[2:] for li in lines if li.startswith("- ")][:1]]
     call = next((i for i, line in enumerate(lines) if "following call raised this error" in line), None)
     return "; ".join(facts) + (_place(lines[call + 1 :]) if call is not None else "")
-
-
-def _names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every parameter name -> all names of the parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return {name: tuple(group) for group in groups.values() for name in group}
 
 
 def _export(model: Any) -> torch.export.ExportedProgram:

@@ -12,6 +12,8 @@ import torch
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.builder.checkpoint import TensorInfo, open_checkpoint
+from llmc.builder.reference import load_reference, logits
+from llmc.builder.trace import trace
 from tests.models import CHAT_TEMPLATE, save_checkpoint, tiny_model
 
 EMBED = "model.embed_tokens.weight"
@@ -50,14 +52,27 @@ def test_opening_reads_no_weights(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     checkpoint.check([(EMBED, (300, 72))])
 
 
-def test_a_tied_head_resolves_to_the_embedding_only_where_the_config_ties(saved: Path, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(saved)
-    assert checkpoint.resolve("lm_head.weight") == EMBED
-    assert np.array_equal(checkpoint.read("lm_head.weight", 0, 2), checkpoint.read(EMBED, 0, 2))
+def test_a_tied_head_is_needed_only_where_the_config_does_not_tie(saved: Path, tmp_path: Path) -> None:
+    head = load_reference(open_checkpoint(saved)).lm_head.weight
+    assert np.array_equal(head.numpy(), open_checkpoint(saved).read(EMBED))
     shutil.copytree(saved, tmp_path / "untied")
     edit_config(tmp_path / "untied", tie_word_embeddings=False)
-    with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
-        open_checkpoint(tmp_path / "untied").resolve("lm_head.weight")
+    untied = open_checkpoint(tmp_path / "untied")
+    for use in (load_reference, trace):
+        with pytest.raises(CheckpointError, match=r"no tensor '?lm_head\.weight"):
+            use(untied)
+
+
+def test_a_tied_tensor_may_be_stored_under_its_other_name(saved: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(saved, tmp_path / "other")
+    tensors = load_file(saved / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop(EMBED)
+    save_file(tensors, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    first, second = (load_reference(open_checkpoint(path)) for path in (saved, tmp_path / "other"))
+    assert np.array_equal(logits(first, [5, 6, 7]), logits(second, [5, 6, 7]))
+    assert "load('lm_head.weight')" in str(trace(open_checkpoint(tmp_path / "other")).graph)
 
 
 def test_names_without_the_base_models_prefix_are_found(tmp_path: Path) -> None:
@@ -69,7 +84,9 @@ def test_names_without_the_base_models_prefix_are_found(tmp_path: Path) -> None:
     save_file({k.removeprefix("transformer."): v for k, v in tensors.items()}, path / "model.safetensors")
     checkpoint = open_checkpoint(path)
     assert checkpoint.resolve("transformer.h.0.attn.c_attn.weight") == "h.0.attn.c_attn.weight"
-    assert checkpoint.resolve("lm_head.weight") == "wte.weight"
+    with torch.inference_mode():
+        want = model(torch.tensor([[5, 6, 7]])).logits[0].numpy()
+    np.testing.assert_allclose(logits(load_reference(checkpoint), [5, 6, 7]), want, rtol=1e-5, atol=1e-5)
 
 
 def edit_config(path: Path, **changes: object) -> None:
