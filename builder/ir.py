@@ -122,6 +122,16 @@ class Graph:
         return "\n".join(lines) + "\n"
 
 
+#: The first number in a module path.
+LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def layer_of(path: str) -> int | None:
+    """The layer that a module path lies in (`model.layers.3.mlp` is in 3), or None."""
+    match = LAYER.search(path)
+    return int(match[1]) if match else None
+
+
 def _types(types: Iterable[TensorType]) -> str:
     return ", ".join(str(t) for t in types)
 

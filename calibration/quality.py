@@ -55,15 +55,6 @@ def evaluation_windows(encode: Callable[[str], Sequence[int]], windows: int = 12
     return [ids[start + i * stride : start + i * stride + length] for i in range(windows)]
 
 
-def perplexity(windows: Iterable[Sequence[int]], logits: LogitsOf) -> float:
-    """exp of the mean negative log likelihood of each window's tokens but its first."""
-    loss, count = 0.0, 0
-    for window in windows:
-        loss += _loss(_log_softmax(logits(window)), window)
-        count += len(window) - 1
-    return math.exp(loss / count)
-
-
 def compare(windows: Iterable[Sequence[int]], reference: LogitsOf, candidate: LogitsOf) -> Quality:
     """Runs both on every window, one at a time: memory is two windows' logits."""
     tokens = rows = agree = 0

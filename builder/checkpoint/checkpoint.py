@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.hashing import checkpoint_digest, hash_source
-from llmc.artifacts.schema import CheckpointPin, ModelInfo, SourceFile
+from llmc.artifacts.schema import CheckpointPin, ModelInfo
 from llmc.builder.checkpoint.source import Source, TensorInfo, Texts
 from llmc.builder.checkpoint.tokenizer import TokenizerFacts, read_tokenizer
 
@@ -38,11 +38,6 @@ class Checkpoint:
     def name(self) -> str:
         """The folder's or the file's name, without its path."""
         return self._source.name
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The files that a build reads, relative to the checkpoint's folder."""
-        return self._source.files
 
     @property
     def config(self) -> dict[str, Any]:
@@ -99,11 +94,6 @@ class Checkpoint:
     def digest(self) -> str:
         """The pin's digest."""
         return self._pin.digest
-
-    @property
-    def files(self) -> tuple[SourceFile, ...]:
-        """The pin's files."""
-        return self._pin.files
 
     def hf_config(self) -> Any:
         """A new `PretrainedConfig` of the model's own class; raises UnsupportedError for a type transformers lacks."""

@@ -18,7 +18,7 @@ import numpy as np
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import Dim, TensorType
-from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.ir import LAYER, Graph, GraphError, Node
 from llmc.builder.operators import ALL
 
 Bindings = Mapping[str, Any]
@@ -257,15 +257,6 @@ def tidy(graph: Graph) -> Graph:
     return graph.with_nodes(ordered)
 
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-
-
-def layer_of(path: str) -> int | None:
-    """The layer that a module path lies in: the first number in it (`model.layers.3.mlp` is in 3)."""
-    match = _LAYER.search(path)
-    return int(match[1]) if match else None
-
-
 def report(
     name: str, before: Graph, after: Graph, matched: int, expected: int | None = None, notes: Iterable[str] = ()
 ) -> PassReport:
@@ -295,7 +286,7 @@ def report_places(
 
 def _kind(path: str) -> str:
     """A module path without its layer number."""
-    return _LAYER.sub(lambda m: m[0].replace(m[1], "*"), path, count=1)
+    return LAYER.sub(lambda m: m[0].replace(m[1], "*"), path, count=1)
 
 
 def size_of(dim: Dim) -> int:

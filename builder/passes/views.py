@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.rewrite import layer_of
+from llmc.builder.ir import Graph, Node, layer_of
 
 #: Operators that stand in a lowered graph without a kernel.
 SILENT = frozenset({"input", "param", "const", "reshape", "slice"})

@@ -16,7 +16,7 @@ import torch
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
-from llmc.builder.ir import Graph, GraphError
+from llmc.builder.ir import Graph, GraphError, layer_of
 from llmc.builder.operators import ALL
 from llmc.builder.trace import aten, shapes
 from llmc.builder.trace.emitter import Emitter, Name, Value
@@ -206,9 +206,6 @@ def _check_attention(exported: Exported, graph: Graph) -> None:
         raise UnsupportedError(f"{exported.architecture} attends twice in one layer, or shares a cache between layers")
 
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-
-
 def _count(program: torch.export.ExportedProgram) -> tuple[int, float]:
     """Kernels that PyTorch launches for the program as it stands, and by layer: everything but views and no-ops."""
     total, inside, layers = 0, 0, set()
@@ -216,10 +213,10 @@ def _count(program: torch.export.ExportedProgram) -> tuple[int, float]:
         if node.op != "call_function" or not _launches(node):
             continue
         total += 1
-        layer = _LAYER.search(module_path(node))
-        if layer:
+        layer = layer_of(module_path(node))
+        if layer is not None:
             inside += 1
-            layers.add(layer[1])
+            layers.add(layer)
     return total, inside / len(layers) if layers else 0.0
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
-from llmc.builder.ir import Graph, parse_graph
+from llmc.builder.ir import Graph, layer_of, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.builder.passes.merge_linears import merge_qkv
 from llmc.builder.passes.quantize import Precision, quantize
-from llmc.builder.passes.rewrite import Edit, View, first, layer_of, op
+from llmc.builder.passes.rewrite import Edit, View, first, op
 from llmc.builder.passes.rewrite import Value as V
 from llmc.builder.pipeline import CompileOptions, run
 

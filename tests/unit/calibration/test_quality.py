@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from llmc.calibration.quality import compare, evaluation_windows, perplexity
+from llmc.calibration.quality import compare, evaluation_windows
 
 VOCAB = 11
 WINDOWS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -45,11 +45,13 @@ def test_a_model_beside_itself() -> None:
     quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: a[tuple(w)])
     assert (quality.kl, quality.top1, quality.perplexity_change) == (0, 1, 0)
     assert quality.cosine_p5 == pytest.approx(1)
-    assert perplexity(WINDOWS, lambda w: a[tuple(w)]) == quality.perplexity
+    assert quality.perplexity == quality.reference_perplexity
 
 
 def test_uniform_logits_have_the_vocabulary_as_perplexity() -> None:
-    assert perplexity(WINDOWS, lambda w: np.zeros((len(w), VOCAB), np.float32)) == pytest.approx(VOCAB)
+    a = noisy(0)
+    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: np.ones((len(w), VOCAB), np.float32))
+    assert quality.perplexity == pytest.approx(VOCAB)
 
 
 def test_logits_of_another_shape_are_refused() -> None:

@@ -39,7 +39,7 @@ def test_shards_read_as_one(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     shards = sorted(p.name for p in path.glob("*.safetensors"))
     assert len(shards) > 1
-    assert set(shards) | {"model.safetensors.index.json"} <= set(checkpoint.sources)
+    assert set(shards) | {"model.safetensors.index.json"} <= {file.name for file in checkpoint.pin().files}
     for name, parameter in model.named_parameters():
         assert np.array_equal(checkpoint.read(name), parameter.detach().numpy()), name
     assert checkpoint.model_info().num_parameters == sum(p.numel() for p in model.parameters())

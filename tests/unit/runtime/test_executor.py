@@ -144,7 +144,7 @@ def test_when_every_rank_fails_to_load_the_first_answer_is_the_only_message(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(executor_module, "available_memory", lambda: 1 << 62)
-    with pytest.raises(EnvironmentFault, match="cannot allocate .* for the KV pool"):
+    with pytest.raises(EnvironmentFault, match=r"cannot allocate .* for the KV pool"):
         Executor(plan, num_blocks=10**13)
     assert capfd.readouterr().err == ""
 

@@ -43,6 +43,7 @@ def refused(server: Server, body: dict[str, Any], path: str | None = None, statu
         ("logit_bias", {"1000000": 1}),
         ("logit_bias", {"one": 1}),
         ("logit_bias", {"1": 1000}),
+        ("logit_bias", {"1": 1, "01": 2}),
         ("seed", 2**64),
         ("seed", "x"),
         ("max_tokens", 0),
@@ -140,6 +141,31 @@ def test_invalid_json(server: Server, body: bytes) -> None:
     response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [(b'{"a":' * 50_000, "nested"), (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "digits")],
+)
+def test_json_beyond_what_is_read(server: Server, body: bytes, word: str) -> None:
+    response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert word in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, ("image_url", "text only")),
+        ({"type": "text", "text": "x", "cache": 1}, ("unknown parameter cache",)),
+        ({"type": "text"}, ("content",)),
+    ],
+)
+def test_parts_of_a_message_that_it_does_not_take(server: Server, part: dict[str, Any], words: tuple[str, ...]) -> None:
+    error = refused(server, {"messages": [{"role": "user", "content": [part]}]})
+    assert error["param"] == "messages[0].content"
+    for word in ("messages[0].content", *words):
+        assert word in error["message"]
 
 
 def test_another_content_type(server: Server) -> None:

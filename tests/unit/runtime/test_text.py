@@ -5,8 +5,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as PlainTokenizer
 
 from llmc.artifacts.errors import PlanError
+from llmc.runtime.params import RequestError
 from llmc.runtime.text import Tokenizer
 from tests.unit.runtime.fake_plan import byte_level, sentencepiece
 
@@ -135,3 +137,19 @@ def test_bytes_of_sentencepiece_tokens() -> None:
 def test_a_damaged_tokenizer_is_named() -> None:
     with pytest.raises(PlanError, match=r"tokenizer/tokenizer\.json"):
         Tokenizer(json.dumps({"model": {}}).encode())
+
+
+def test_a_text_that_cannot_fit_is_refused_unread() -> None:
+    tokenizer = Tokenizer(byte_level().to_str().encode(), most=10)
+    longest = max(map(len, byte_level().get_vocab()))
+    assert tokenizer.encode("x" * 160)
+    assert tokenizer.encode("x" * max(160, 10 * longest))
+    with pytest.raises(RequestError, match=rf"messages has 1000 characters.*is 10 tokens, of at most {longest}"):
+        tokenizer.encode("x" * 1000, param="messages")
+
+
+def test_a_tokenizer_that_truncates_or_pads_does_neither_here() -> None:
+    source = PlainTokenizer.from_str(byte_level().to_str())
+    source.enable_truncation(3)
+    source.enable_padding(length=64)
+    assert Tokenizer(source.to_str().encode()).encode("one two three") == byte_level().encode("one two three").ids
