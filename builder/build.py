@@ -139,7 +139,6 @@ def compile_plan(
     sources = [emit(front.lowered, program.rank) for program in front.lowered.programs]
     with progress.stage("compile", compiler.units(sources)) as done:
         codes = compiler.libraries(sources, done)
-    compiler_bytes = _peak(resource.RUSAGE_CHILDREN)
     memory = memory_plan(front.lowered, checkpoint.name, options.precision)
     with PlanWriter(out) as writer:
         for program, code in zip(front.lowered.programs, codes, strict=True):
@@ -156,7 +155,7 @@ def compile_plan(
             manifest = writer.amend(extra)
         writer.publish()
     quality = json.loads(extra["quality.json"]) if "quality.json" in extra else {}
-    return _report(out, manifest, memory, front, progress, compiler_bytes, quality)
+    return _report(out, manifest, memory, front, progress, quality)
 
 
 def _profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
@@ -306,9 +305,9 @@ def _rank(program: Program, launches_per_layer: float) -> RankProgram:
     )
 
 
-def _peak(who: int) -> int:
-    """The most memory that this process, or the largest child that has ended, has held, in bytes."""
-    return resource.getrusage(who).ru_maxrss * 1024  # Linux counts it in KiB
+def _peak() -> int:
+    """The most memory that this process has held, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
 
 
 def _report(
@@ -317,7 +316,6 @@ def _report(
     memory: MemoryPlan,
     front: _Front,
     progress: Progress,
-    compiler_bytes: int,
     quality: dict[str, Any],
 ) -> BuildReport:
     return BuildReport(
@@ -325,8 +323,7 @@ def _report(
         digest=hashlib.sha256(encode_manifest(manifest)).hexdigest(),
         plan_bytes=out.stat().st_size,
         seconds=dict(progress.seconds),
-        peak_memory_bytes=_peak(resource.RUSAGE_SELF),
-        peak_compiler_bytes=compiler_bytes,
+        peak_memory_bytes=_peak(),
         launches_traced=front.traced.eager_launches_per_layer,
         launches_compiled=max(launches.per_layer for launches in front.compiled.launches),
         launches_step=max(rank.launches for rank in manifest.ranks),

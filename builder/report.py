@@ -14,9 +14,10 @@ from llmc.builder.memory import MemoryPlan
 
 @dataclass(frozen=True)
 class BuildReport:
-    """`seconds` by stage, in order. `peak_memory_bytes`: the most that this process held at once, and what the largest
-    process that it started (g++) held. `launches_traced`: kernels a layer that an eager runner launches in a step;
-    `launches_compiled`: of the rank that launches most. `quality`: what asking the finished engine gave, if it was.
+    """`seconds` by stage, in order. `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts
+    what the parent held before exec as its child's. `launches_traced`: kernels a layer that an eager runner launches in
+    a step; `launches_compiled`: of the rank that launches most. `quality`: what asking the finished engine gave, if it
+    was.
     """
 
     plan: str
@@ -24,7 +25,6 @@ class BuildReport:
     plan_bytes: int
     seconds: dict[str, float]
     peak_memory_bytes: int
-    peak_compiler_bytes: int
     launches_traced: float
     launches_compiled: float
     launches_step: int
@@ -39,7 +39,7 @@ class BuildReport:
             ("digest", self.digest),
             *times,
             ("total", f"{sum(self.seconds.values()):.1f} s"),
-            ("peak memory", f"{self.peak_memory_bytes / 1e6:.0f} MB, g++ {self.peak_compiler_bytes / 1e6:.0f} MB"),
+            ("peak memory", f"{self.peak_memory_bytes / 1e6:.0f} MB, without g++"),
             ("weights", f"{self.memory.weights_bytes / 1e6:.1f} MB in {self.memory.tp} rank(s)"),
             ("KV of a token", f"{self.memory.kv_block_bytes // self.memory.block_size:,} B ({self.memory.kv_dtype})"),
             ("launches a layer", f"{self.launches_traced:.1f} as traced, {self.launches_compiled:.1f} compiled"),

@@ -100,6 +100,7 @@ def test_the_report_has_every_stage_and_the_peak(built: tuple[BuildReport, Plan,
     assert stages.counts["compile"][-1] == (10, 10)
     assert report.peak_memory_bytes > 50_000_000
     rows = dict(report.rows())
+    assert rows["peak memory"].endswith(" MB, without g++")
     assert rows["perplexity"] == "11, Hugging Face at fp32 10 (+10.00%)"
     assert "8.0 compiled" in rows["launches a layer"]
 
