@@ -146,7 +146,7 @@ class ChatTemplate:
         scope = {**self._variables, "tools": None, "documents": None, **(variables or {})}
         try:
             text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **scope)
-        except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program, and what it is given came with the request
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         return _cut_open_message(text) if continue_final_message else text
 

@@ -23,9 +23,9 @@ class ModelText:
     """`defaults` are the plan's sampling defaults; `limits` bound a request, and are narrowed once a core is ready."""
 
     def __init__(self, plan: Plan) -> None:
-        model = plan.manifest.model
+        model, max_seq_len = plan.manifest.model, plan.manifest.profile.max_seq_len
         self.tokenizer = Tokenizer(
-            bytes(plan.section("tokenizer/tokenizer.json")), model.bos_token_id if model.add_bos else None
+            bytes(plan.section("tokenizer/tokenizer.json")), model.bos_token_id if model.add_bos else None, max_seq_len
         )
         self.template: ChatTemplate | None = None
         if "tokenizer/chat_template.jinja" in plan:
@@ -33,7 +33,6 @@ class ModelText:
             self.template = ChatTemplate(source, _json_section(plan, "tokenizer/tokenizer_config.json"))
         self.defaults = generation_defaults(_json_section(plan, "tokenizer/generation_config.json"))
         self._block_size = plan.manifest.profile.block_size
-        max_seq_len = plan.manifest.profile.max_seq_len
         self.limits = Limits(model.vocab_size, max_seq_len, max_seq_len)
 
     def narrow(self, core: Ready) -> None:

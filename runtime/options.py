@@ -10,7 +10,6 @@ import msgspec
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import ShapeProfile
 
-
 #: As many as the compiled code has places for.
 MAX_THREADS = 1024
 

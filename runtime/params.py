@@ -23,6 +23,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 #: Below this temperature sampling is greedy: dividing by it would only overflow.
 GREEDY_BELOW = 1e-5
+#: Logits are float32: beyond these values scaled ones become infinite, or all alike.
+MAX_TEMPERATURE = 1000.0
+REPETITION_PENALTIES = (0.001, 1000.0)
 
 #: What `generation_config.json` may set for requests that leave it out (the names are the same there and here).
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -79,14 +82,13 @@ def check(params: SamplingParams, limits: Limits) -> SamplingParams:
 
 
 def _check_ranges(p: SamplingParams) -> None:
-    inf = math.inf
     # (name, value, lowest, lowest is allowed, highest)
     rules = (
-        ("temperature", p.temperature, 0.0, True, inf),
+        ("temperature", p.temperature, 0.0, True, MAX_TEMPERATURE),
         ("top_p", p.top_p, 0.0, False, 1.0),
         ("top_k", p.top_k, 0, True, 2**31 - 1),
         ("min_p", p.min_p, 0.0, True, 1.0),
-        ("repetition_penalty", p.repetition_penalty, 0.0, False, inf),
+        ("repetition_penalty", p.repetition_penalty, REPETITION_PENALTIES[0], True, REPETITION_PENALTIES[1]),
         ("presence_penalty", p.presence_penalty, -2.0, True, 2.0),
         ("frequency_penalty", p.frequency_penalty, -2.0, True, 2.0),
     )
@@ -95,8 +97,7 @@ def _check_ranges(p: SamplingParams) -> None:
         above = value >= low if inclusive else value > low
         if not (above and value <= high and math.isfinite(value)):
             start = f"at least {low:g}" if inclusive else f"more than {low:g}"
-            end = "" if high == inf else f" and at most {high:.10g}"
-            raise RequestError(f"{name} is {value}; it must be {start}{end}", name)
+            raise RequestError(f"{name} is {value}; it must be {start} and at most {high:.10g}", name)
 
 
 def _check_tokens(p: SamplingParams, limits: Limits) -> None:

@@ -11,6 +11,7 @@ U+FFFD; whole characters that were already shown stay shown.)
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6
 #: After so many tokens without a whole character the bytes will never become one.
 _MAX_HELD = 16
+#: A text of fewer characters a token than this is split to see how many tokens it has.
+_SHORT = 16
 
 
 class Detokenizer(Protocol):
@@ -139,9 +142,12 @@ class _WindowDetokenizer:
 
 
 class Tokenizer:
-    """The plan's tokenizer. `bos` is the id that a plain prompt starts with, if it does."""
+    """The plan's tokenizer. `bos` is the id that a plain prompt starts with, if it does.
 
-    def __init__(self, tokenizer_json: bytes, bos: int | None = None) -> None:
+    A text that cannot fit into `most` tokens is refused unread: splitting one takes 150 times its size in memory.
+    """
+
+    def __init__(self, tokenizer_json: bytes, bos: int | None = None, most: int | None = None) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises nothing more precise
@@ -157,16 +163,30 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._bos = bos
+        self._most = most
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Token ids; with `add_special_tokens` BOS comes first where the model wants it, and only once.
 
-        Raises RequestError, naming `param`, for a text with half of a surrogate pair in it: no UTF-8 can write it.
+        Raises RequestError, naming `param`, for a text with half of a surrogate pair in it (no UTF-8 can write it), and
+        for one of more characters than the longest tokens could cover.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{param} is not valid Unicode: {error.reason}", param) from error
+        if self._most is not None and len(text) > _SHORT * self._most and len(text) > self._longest * self._most:
+            raise RequestError(
+                f"{param} has {len(text)} characters; this engine's max_seq_len is {self._most} tokens, of at most "
+                f"{self._longest} characters each. Shorten it, or build with a profile of a larger max_seq_len",
+                param,
+                "context_length_exceeded",
+            )
         # The batch call lets go of the interpreter lock, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens or self._bos is None:

@@ -78,6 +78,10 @@ def from_validation(error: RequestValidationError) -> ApiError:
     param = _path_name(path)
     same = [e for e in found if e["loc"][1] == path[0]]
     wanted = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
+    # Of the members of a union the one that got further tells more: it has looked inside.
+    for e in same:
+        if e["type"] in ("unsupported_parameter", "unknown_parameter", "unsupported_content"):
+            return ApiError(400, f"{param}: {e['msg']}", param=param, code=e["type"])
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     value = json.dumps(first.get("input"), default=str, ensure_ascii=False)
@@ -96,6 +100,12 @@ def _path_name(path: tuple[int | str, ...]) -> str:
         else:
             break
     return name
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "a number has too many digits" if "integer string conversion" in str(error) else str(error)
 
 
 def install(app: FastAPI) -> None:
@@ -120,6 +130,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
+        if error.status_code == 400 and error.__cause__ is not None:
+            message = f"the body cannot be read as JSON: {_reason(error.__cause__)}"
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}"
         return _response(ApiError(error.status_code, message, code=_CODES.get(error.status_code)))

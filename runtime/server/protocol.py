@@ -60,7 +60,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls", "reasoning_content")
 
 
-_TOKEN_ID = re.compile(r"[0-9]{1,18}")
+#: One way to write each id, so that no two keys of an object mean the same.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 class _Strict(BaseModel):
@@ -185,7 +186,19 @@ class TextPart(_Strict):
     """A part of a message's content."""
 
     type: str
-    text: str = ""
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported_content",
+                "a part of type {kind}; this model takes text only",
+                {"kind": repr(kind.encode(errors="replace").decode())},
+            )
+        return data
 
 
 class ChatMessage(_Strict):
@@ -248,11 +261,6 @@ def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
     if content is None:
         raise RequestError(f"{where}.content is missing", f"{where}.content", "missing_required_parameter")
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text":
-                raise RequestError(
-                    f"{where}.content has a part of type {part.type!r}; this model takes text only", f"{where}.content"
-                )
         content = "\n".join(part.text for part in content)
     plain = {"role": message.role, "content": content}
     return plain if message.name is None else {**plain, "name": message.name}
