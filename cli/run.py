@@ -70,6 +70,12 @@ def command(
         raise UsageError("give one of --prompt and --chat")
     if system is not None and chat is None:
         raise UsageError("--system needs --chat")
+    if build_report is not None and not table:
+        raise UsageError(f"--build-report {build_report} needs --table, which shows it")
+    if sampling["logprobs"] is not None and not as_json:
+        raise UsageError("--logprobs needs --json, which prints them")
+    if table and as_json:
+        raise UsageError("--table and --json exclude one another")
     began = time.perf_counter()
     with Engine(require_verified(plan), kv_bytes=kv_bytes, threads=threads) as engine:
         load_seconds = time.perf_counter() - began

@@ -193,6 +193,10 @@ def test_a_checkpoint_that_differs_by_one_byte(good_plan: Path, tmp_path: Path) 
     [
         (("--temperature", "-1"), ("temperature", "-1")),
         (("--top-p", "0"), ("top_p",)),
+        (("--build-report", "x.json"), ("--build-report", "--table")),
+        (("--logprobs", "3"), ("--logprobs", "--json")),
+        (("--table", "--json"), ("--table", "--json")),
+        (("--system", "Be brief."), ("--system", "--chat")),
         (("--max-tokens", "0"), ("max_tokens",)),
         (("--max-tokens", "100000"), ("100000",)),
         (tuple(x for i in range(40) for x in ("--stop", f"s{i}")), ("stop", "40")),
