@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.artifacts.calibration import CalibrationTable, read_table
-from llmc.artifacts.errors import CheckpointError, UsageError
+from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
 from llmc.artifacts.plan import Plan, machine_features
@@ -86,6 +86,7 @@ def build(
         require_lockable(Path(lock))
     with progress.stage("hash"):
         source.checkpoint.pin()
+    _check_texts(source.checkpoint)
     table = _calibration(source, precision, calib, progress)
 
     def self_test(plan: Path) -> dict[str, bytes]:
@@ -101,6 +102,26 @@ def plan_memory(model: str | Path, *, precision: str, tp: int, profile: str, tar
     """The memory arithmetic of such a build, before any weight is read."""
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target)
     return dry_run(open_checkpoint(model), options)
+
+
+def _check_texts(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a chat template or sampling defaults that the runtime would stumble over."""
+    from llmc.runtime.chat_template import ChatTemplate
+    from llmc.runtime.messages import SamplingParams
+    from llmc.runtime.params import Limits, check, generation_defaults
+
+    info = checkpoint.model_info()
+    longest = info.max_position_embeddings
+    try:
+        if checkpoint.chat_template is not None:
+            ChatTemplate(checkpoint.chat_template, checkpoint.tokenizer_config)
+    except LlmcError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}; correct it, or remove it to build without chat") from error
+    try:
+        defaults = generation_defaults(checkpoint.generation_config)
+        check(SamplingParams(**defaults), Limits(info.vocab_size, longest, longest))  # type: ignore[arg-type]
+    except LlmcError as error:
+        raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}") from error
 
 
 def _calibration(

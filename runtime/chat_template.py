@@ -21,6 +21,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llmc.artifacts.errors import PlanError
 from llmc.runtime.params import RequestError
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -111,12 +112,15 @@ def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """A compiled template; `render` is the only thing to do with it."""
+    """A compiled template; `render` is all there is to do with it. Raises PlanError for one that cannot be compiled."""
 
     def __init__(self, source: str, tokenizer_config: Mapping[str, Any]) -> None:
         self.source = source
         self._variables = special_tokens(tokenizer_config)
-        self._template = _environment().from_string(source)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.exceptions.TemplateSyntaxError as error:
+            raise PlanError(f"the chat template cannot be compiled: {error.message} (line {error.lineno})") from error
 
     def render(
         self,

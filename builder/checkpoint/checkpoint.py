@@ -116,10 +116,11 @@ class Checkpoint:
         config = self.hf_config().get_text_config()  # its attributes have one name in all families
         tokenizer = self._tokenizer
         ends = (
-            _ids(getattr(config, "eos_token_id", None))
-            | _ids(self.generation_config.get("eos_token_id"))
+            self._ids("config.json", "eos_token_id", getattr(config, "eos_token_id", None))
+            | self._ids("generation_config.json", "eos_token_id", self.generation_config.get("eos_token_id"))
             | tokenizer.eos
         )
+        starts = self._ids("config.json", "bos_token_id", getattr(config, "bos_token_id", None))
         vocab_size = _required(self.path, config, "vocab_size")
         return ModelInfo(
             name=self.name,
@@ -129,9 +130,19 @@ class Checkpoint:
             vocab_size=vocab_size,
             max_position_embeddings=_required(self.path, config, "max_position_embeddings"),
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
-            bos_token_id=next(iter(sorted(_ids(getattr(config, "bos_token_id", None)) or tokenizer.bos)), None),
+            bos_token_id=next(iter(sorted(starts or tokenizer.bos)), None),
             add_bos=tokenizer.add_bos,
         )
+
+    def _ids(self, file: str, key: str, value: Any) -> frozenset[int]:
+        """A token id, a list of them or None."""
+        values = value if isinstance(value, list) else [value]
+        for number in values:
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+                raise CheckpointError(
+                    f"{self.path}: {file}: {key} is {value!r}, a token id or a list of them is needed"
+                )
+        return frozenset(number for number in values if number is not None)
 
     def holds(self, name: str) -> bool:
         """Whether `resolve` finds the name."""
@@ -184,14 +195,8 @@ class Checkpoint:
                 )
 
 
-def _ids(value: Any) -> frozenset[int]:
-    """A token id, a list of them or None."""
-    values = value if isinstance(value, list) else [value]
-    return frozenset(int(v) for v in values if v is not None)
-
-
 def _required(path: Path, config: Any, key: str) -> int:
     value = getattr(config, key, None)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{path}: config.json: {key} is {value!r}, a whole number is needed")
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{path}: config.json: {key} is {value!r}, a whole number from 1 on is needed")
     return value

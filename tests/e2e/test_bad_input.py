@@ -235,3 +235,22 @@ def test_a_config_that_transformers_refuses(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": "wide"}))
     refused(build(checkpoint), CHECKPOINT, "config.json", "hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("config.json", "max_position_embeddings", 0),
+        ("generation_config.json", "eos_token_id", "</s>"),
+        ("generation_config.json", "temperature", -1.0),
+    ],
+)
+def test_fields_that_only_the_runtime_needs(checkpoint: Path, file: str, field: str, value: object) -> None:
+    path = checkpoint / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    refused(build(checkpoint), CHECKPOINT, file, field, str(value))
+
+
+def test_a_chat_template_that_cannot_be_compiled(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_text("{% if")
+    refused(build(checkpoint), CHECKPOINT, "chat template", "line 1")
