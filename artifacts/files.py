@@ -17,6 +17,7 @@ from llmc.artifacts.errors import EnvironmentFault
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
+    errno.EFBIG, errno.EIO,
 )  # fmt: skip
 
 
