@@ -16,7 +16,7 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.hashing import checkpoint_digest, hash_source
 from llmc.artifacts.schema import CheckpointPin, ModelInfo
-from llmc.builder.checkpoint.source import Source, TensorInfo, Texts
+from llmc.builder.checkpoint.source import Quantization, Source, TensorInfo, Texts
 from llmc.builder.checkpoint.tokenizer import TokenizerFacts, read_tokenizer
 
 __all__ = ["Checkpoint", "TensorInfo"]
@@ -77,6 +77,18 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What is stored, by Hugging Face names; a tied lm_head is not among them."""
         return self._source.tensors
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What the weights were quantized with before, with the places of their bytes and scales; None: they were not.
+
+        `read` gives the values that they stand for, in float32.
+        """
+        return self._source.quantization
+
+    def stored(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor that `quantization` names, as stored: E4M3 of a weight, f32[rows] of its scales."""
+        return self._source.stored(name, start, stop)
 
     @cached_property
     def _pin(self) -> CheckpointPin:

@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.artifacts.errors import CheckpointError
+from llmc.builder.checkpoint.quantized import read_scheme
 from llmc.builder.checkpoint.safetensors_file import SafetensorsFile
-from llmc.builder.checkpoint.source import Source, TensorInfo, Texts, refuse_lfs_pointer
+from llmc.builder.checkpoint.source import Scheme, Source, TensorInfo, Texts, refuse_lfs_pointer
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-_OPTIONAL = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_OPTIONAL = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "hf_quant_config.json")
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
@@ -37,7 +38,6 @@ class DirectorySource(Source):
         if not (root / CONFIG).is_file():
             raise CheckpointError(_no_config(root))
         self._config = _read_json(root / CONFIG)
-        _refuse_quantized(root, self._config)
         self.name = str(self._config.get("_name_or_path") or root.resolve().name).rstrip("/").rsplit("/", 1)[-1]
         _require_tokenizer(root)
         weight_files, self._shards, self._where = _open_weights(root)
@@ -59,6 +59,12 @@ class DirectorySource(Source):
             _chat_template(self.root, tokenizer_config),
             self._optional("generation_config.json"),
         )
+
+    @cached_property
+    def scheme(self) -> Scheme | None:
+        """What config.json or ModelOpt's own file says of the weights' quantization."""
+        name = "hf_quant_config.json"
+        return read_scheme(str(self.root), self._config, self._optional(name) if name in self.files else None)
 
     def _optional(self, name: str) -> dict[str, Any]:
         return _read_json(self.root / name) if name in self.files else {}
@@ -101,16 +107,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is expected; fetch it again")
     return value
-
-
-def _refuse_quantized(root: Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"{root / CONFIG}: quantization_config says that the weights are already quantized ({method}); build from "
-            f"the unquantized checkpoint with --fp8, or from a GGUF file"
-        )
 
 
 def _require_tokenizer(root: Path) -> None:

@@ -8,6 +8,7 @@ from llmc.artifacts.errors import CheckpointError
 from llmc.builder.checkpoint.checkpoint import Checkpoint
 from llmc.builder.checkpoint.directory import DirectorySource
 from llmc.builder.checkpoint.gguf_source import GgufSource
+from llmc.builder.checkpoint.quantized import QuantizedSource
 from llmc.builder.checkpoint.source import Source
 
 
@@ -25,7 +26,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     source: Source
     if path.is_dir():
-        source = DirectorySource(path)
+        folder = DirectorySource(path)
+        source = QuantizedSource(folder, folder.scheme) if folder.scheme else folder
     elif path.stat().st_size == 0:
         raise CheckpointError(f"{path}: is an empty file; fetch it again")
     elif path.suffix == ".safetensors" or path.name == "config.json":

@@ -1,10 +1,10 @@
-"""What a checkpoint is read from: the interface that the two formats implement. Must not know: either format."""
+"""What a checkpoint is read from: the interface that the formats implement. Must not know: any format."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,39 @@ class Texts:
     generation_config: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Scheme:
+    """`name` for people. `activations` static, token or (weights only) none. `block`: rows and columns that share a
+    scale; None where a scale belongs to a row or to the whole weight. `kv` says that the cache was to be FP8.
+    """
+
+    name: str
+    activations: str
+    block: tuple[int, int] | None = None
+    kv: bool = False
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A module's weight as stored: the E4M3 tensor, its scales (f32[N] when read), the scale of its input (None: each
+    token's own).
+    """
+
+    weight: str
+    scale: str
+    input_scale: float | None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's own quantization is. `linears`: module -> what is stored of it; empty where its scales are
+    not by row or its activations stay as they are, and the weights count as plain float32.
+    """
+
+    scheme: Scheme
+    linears: Mapping[str, StoredLinear] = field(default_factory=dict)
+
+
 class Source(ABC):
     """One checkpoint in one format. Everything but `files` may be computed on first use."""
 
@@ -41,6 +74,8 @@ class Source(ABC):
     files: tuple[str, ...]
     #: The model's name for people: never a path.
     name: str
+    #: What the weights were quantized with before llmc saw them, or None.
+    quantization: Quantization | None = None
 
     @property
     @abstractmethod
@@ -65,6 +100,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start:stop of a tensor that `tensors` holds; 0:1 of a scalar is the scalar."""
+
+    def stored(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor that `quantization` names: E4M3 bytes of a weight, f32 scales."""
+        raise AssertionError(f"{self.root} is not quantized: nothing is stored as {name!r}")
 
 
 def read_exactly(path: Path, offset: int, nbytes: int, tensor: str) -> np.ndarray:

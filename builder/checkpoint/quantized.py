@@ -1,0 +1,209 @@
+"""A folder whose linear weights are FP8 already: ModelOpt, compressed-tensors, or fine-grained FP8.
+
+Comes in: the folder's `Source`, its quantization config. Goes out: a `Source` of the model as it was before (weights
+times their scales, float32), and `Quantization`, which says where the stored E4M3 bytes and scales are. Must not know:
+graphs, recipes, what is built from it.
+
+Formats: `hf_quant_config.json` or `quantization_config` of method modelopt (algorithms FP8 and
+FP8_PER_CHANNEL_PER_TOKEN); method compressed-tensors with format float-quantized; method fp8 (DeepSeek-V3's: scales of
+square blocks, under `weight_scale_inv`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredLinear, TensorInfo, Texts
+
+#: What may stand beside a weight; none of it is a parameter of the model.
+_COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale", "weight_shape")
+_FP8 = "f8e4m3"
+
+
+def read_scheme(where: str, config: Mapping[str, Any], separate: Mapping[str, Any] | None) -> Scheme | None:
+    """The scheme that config.json's `quantization_config` or a ModelOpt `hf_quant_config.json` declares; None for
+    neither. Raises UnsupportedError naming the method and what is supported.
+    """
+    declared = config.get("quantization_config")
+    if declared is None and separate is None:
+        return None
+    if declared is None:
+        return _modelopt(where, separate.get("quantization", {}) if separate else {})
+    if not isinstance(declared, Mapping):
+        raise CheckpointError(f"{where}: config.json: quantization_config is {declared!r}, an object is expected")
+    method = declared.get("quant_method")
+    if method == "modelopt":
+        return _modelopt(where, declared)
+    if method == "compressed-tensors":
+        return _compressed_tensors(where, declared)
+    if method == "fp8":
+        block = declared.get("weight_block_size") or ()
+        if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+            raise _unsupported(where, f"method fp8 with weight_block_size {declared.get('weight_block_size')!r}")
+        return Scheme("fine-grained FP8", "token", (block[0], block[1]))
+    raise _unsupported(where, f"quantization method {method!r}")
+
+
+def _unsupported(where: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: the weights are already quantized: {what} is not supported; ModelOpt FP8, compressed-tensors "
+        "float-quantized and fine-grained FP8 are. Build from the unquantized checkpoint, with --fp8 if you like"
+    )
+
+
+def _modelopt(where: str, quantization: Mapping[str, Any]) -> Scheme:
+    algorithm = quantization.get("quant_algo")
+    activations = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "token"}.get(str(algorithm))
+    if activations is None:
+        raise _unsupported(where, f"ModelOpt's quant_algo {algorithm!r}")
+    kv = quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")
+    return Scheme(f"ModelOpt {algorithm}", activations, kv=bool(kv))
+
+
+def _compressed_tensors(where: str, declared: Mapping[str, Any]) -> Scheme:
+    groups = list((declared.get("config_groups") or {}).values())
+    layouts = {declared.get("format"), *(group.get("format") for group in groups)} - {None}
+    if layouts != {"float-quantized"} or not groups:
+        raise _unsupported(where, f"compressed-tensors format {', '.join(map(str, layouts)) or None}")
+    schemes = {_group(where, group) for group in groups}
+    if len(schemes) != 1:
+        raise _unsupported(where, "compressed-tensors with several schemes in one model")
+    return dataclasses.replace(schemes.pop(), kv=bool(declared.get("kv_cache_scheme")))
+
+
+def _group(where: str, group: Mapping[str, Any]) -> Scheme:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    for part, what in ((weights, "weights"), (inputs or weights, "input_activations")):
+        if (part.get("type"), part.get("num_bits")) != ("float", 8) or part.get("symmetric") is False:
+            raise _unsupported(where, f"compressed-tensors {what} of {part.get('num_bits')} bits {part.get('type')}")
+    strategy, block = weights.get("strategy", "tensor"), None
+    if strategy == "block":
+        block = tuple(weights.get("block_structure") or ())
+        if len(block) != 2:
+            raise _unsupported(where, f"compressed-tensors block_structure {weights.get('block_structure')!r}")
+    elif strategy not in ("tensor", "channel"):
+        raise _unsupported(where, f"compressed-tensors weight strategy {strategy!r}")
+    activations = "none" if inputs is None else "token" if inputs.get("dynamic") else "static"
+    return Scheme("compressed-tensors FP8", activations, block)
+
+
+class QuantizedSource(Source):
+    """The inner source, with scales multiplied in and hidden."""
+
+    def __init__(self, inner: Source, scheme: Scheme) -> None:
+        self._inner, self._scheme = inner, scheme
+        self.format, self.root, self.files, self.name = inner.format, inner.root, inner.files, inner.name
+        stored = inner.tensors
+        self._scales = {name: self._scale_of(name) for name, info in stored.items() if info.dtype == _FP8}
+        if not self._scales:
+            raise CheckpointError(
+                f"{self.root}: is declared to be quantized ({scheme.name}), but none of its tensors is F8_E4M3; is "
+                "config.json that of another checkpoint?"
+            )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json, without what says that it is quantized."""
+        return {key: value for key, value in self._inner.config.items() if key != "quantization_config"}
+
+    @property
+    def texts(self) -> Texts:
+        """The inner source's."""
+        return self._inner.texts
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The parameters: quantized weights as float32, everything else as stored."""
+        return {
+            name: TensorInfo("f32", info.shape) if info.dtype == _FP8 else info
+            for name, info in self._inner.tensors.items()
+            if name.rpartition(".")[2] not in _COMPANIONS
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        """Without the scales."""
+        return sum(math.prod(info.shape) for info in self.tensors.values())
+
+    @cached_property
+    def quantization(self) -> Quantization:
+        """Where the stored bytes are. Reads the inputs' scales (one number a module)."""
+        if self._scheme.block is not None or self._scheme.activations == "none":
+            return Quantization(self._scheme)
+        return Quantization(self._scheme, {name.rpartition(".")[0]: self._linear(name) for name in self._scales})
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a parameter; of a quantized one E4M3 times scale, in float32."""
+        value = self._inner.read(name, start, stop)
+        if name not in self._scales:
+            return value
+        return value.astype(np.float32) * self._row_scales(name, start, stop)
+
+    def stored(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a quantized weight as stored, E4M3; or, by a scale's name, f32 scales of those rows."""
+        owner = next((weight for weight, scale in self._scales.items() if scale == name), None)
+        if owner is None:
+            return self._inner.read(name, start, stop)
+        return np.ascontiguousarray(self._row_scales(owner, start, stop).reshape(-1))
+
+    def _scale_of(self, name: str) -> str:
+        """The scale that belongs to a quantized weight, checked for its shape."""
+        suffix = "weight_scale_inv" if self._scheme.name == "fine-grained FP8" else "weight_scale"
+        scale = f"{name.rpartition('.')[0]}.{suffix}"
+        if not name.endswith(".weight") or scale not in self._inner.tensors:
+            raise CheckpointError(
+                f"{self.root}: tensor {name!r} is F8_E4M3 and has no scale {scale!r}: its values are unknown. A file "
+                "of the checkpoint is missing, or its config is another's"
+            )
+        shape, have = self._inner.tensors[name].shape, self._inner.tensors[scale].shape
+        block = self._scheme.block
+        wanted = (
+            [(-(-shape[0] // block[0]), -(-shape[1] // block[1]))] if block else [(), (1,), shape[:1], (shape[0], 1)]
+        )
+        if have not in wanted:
+            raise CheckpointError(
+                f"{self.root}: scale {scale!r} has shape {list(have)}, the weight {list(shape)} of {self._scheme.name} "
+                f"needs {' or '.join(str(list(w)) for w in wanted)}"
+            )
+        return scale
+
+    def _row_scales(self, name: str, start: int, stop: int) -> np.ndarray:
+        """f32[rows, 1], or [rows, K] for blocks."""
+        scale, (rows, columns) = self._scales[name], self._inner.tensors[name].shape
+        shape = self._inner.tensors[scale].shape
+        if self._scheme.block is not None:
+            high, wide = self._scheme.block
+            parts = self._inner.read(scale, start // high, -(-stop // high)).astype(np.float32)
+            lines = parts[np.arange(start, stop) // high - start // high]
+            return np.repeat(lines, wide, axis=1)[:, :columns]
+        single = math.prod(shape) == 1 and rows != 1
+        values = self._inner.read(scale, 0, 1) if single else self._inner.read(scale, start, stop)
+        values = values.astype(np.float32).reshape(-1, 1)
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            raise CheckpointError(f"{self.root}: scale {scale!r} holds a number that is not positive and finite")
+        return np.broadcast_to(values, (stop - start, 1))
+
+    def _linear(self, name: str) -> StoredLinear:
+        module = name.rpartition(".")[0]
+        return StoredLinear(name, self._scales[name], self._input_scale(module))
+
+    def _input_scale(self, module: str) -> float | None:
+        if self._scheme.activations == "token":
+            return None
+        name = f"{module}.input_scale"
+        if name not in self._inner.tensors or math.prod(self._inner.tensors[name].shape) != 1:
+            raise CheckpointError(
+                f"{self.root}: {self._scheme.name} with static activations needs one number {name!r}; a file of the "
+                "checkpoint is missing, or its config is another's"
+            )
+        value = float(self._inner.read(name, 0, 1).astype(np.float32).reshape(-1)[0])
+        if not 0 < value < math.inf:
+            raise CheckpointError(f"{self.root}: {name!r} is {value}, a positive number is needed")
+        return value

@@ -1,0 +1,109 @@
+"""Checkpoints that were quantized before llmc saw them, written by the tools that write them in the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import tiny_model, tiny_tokenizer
+
+_SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _model(family: str, **overrides: Any) -> PreTrainedModel:
+    model = tiny_model(family, **{**_SIZES, "tie_word_embeddings": False, **overrides})
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def save_modelopt(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+    """nvidia-modelopt's export of FP8 with one scale a weight and static activations."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model = _model(family, **overrides).to(torch.bfloat16)
+    ids = torch.randint(6, 300, (8, 32), generator=torch.Generator().manual_seed(3))
+    mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda quantized: quantized(ids))
+    export_hf_checkpoint(model, export_dir=folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_compressed(
+    folder: Path, family: str = "llama", *, strategy: str = "channel", dynamic: bool = True, **overrides: Any
+) -> Path:
+    """compressed-tensors' float-quantized format. Static activations get scales from the largest input of a batch."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    model = _model(family, **overrides)
+    largest = _largest_inputs(model)
+    shared: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**shared, strategy=strategy, dynamic=False),
+        input_activations=QuantizationArgs(**shared, strategy="token" if dynamic else "tensor", dynamic=dynamic),
+    )
+    config = QuantizationConfig(config_groups={"linears": scheme}, ignore=["lm_head"], format="float-quantized")
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if hasattr(module, "weight_scale"):
+            rows = module.weight.abs().amax(1, keepdim=True)
+            module.weight_scale.data.copy_((rows if strategy == "channel" else rows.max()) / 448)
+            if not dynamic:
+                module.input_scale.data.fill_(largest[name] / 448)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _largest_inputs(model: PreTrainedModel) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: largest.update({name: float(args[0].abs().max())}))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    model(torch.randint(6, 300, (8, 32), generator=torch.Generator().manual_seed(3)))
+    for hook in hooks:
+        hook.remove()
+    return largest
+
+
+def save_blocks(folder: Path, block: int = 16, **overrides: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """Fine-grained FP8: a scale for each square block, `weight_scale_inv`. Returns the weights that it stands for."""
+    from safetensors.torch import load_file, save_file
+
+    model = _model("llama", **overrides)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if "proj" not in name:
+            continue
+        rows, columns = (-(-d // block) for d in weight.shape)
+        padded = torch.zeros(rows * block, columns * block)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        tiles = padded.reshape(rows, block, columns, block)
+        scale = tiles.abs().amax((1, 3)) / 448
+        stored = (tiles / scale[:, None, :, None]).reshape(padded.shape).to(torch.float8_e4m3fn)
+        whole = stored.float() * scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        values[name] = whole[: weight.shape[0], : weight.shape[1]].numpy()
+        tensors[name] = stored[: weight.shape[0], : weight.shape[1]].contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, values
