@@ -25,6 +25,7 @@ from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredL
 #: What may stand beside a weight; none of it is a parameter of the model.
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale", "weight_shape")
 _FP8 = "f8e4m3"
+_FINE_GRAINED = "fine-grained FP8"
 
 
 def read_scheme(where: str, config: Mapping[str, Any], separate: Mapping[str, Any] | None) -> Scheme | None:
@@ -44,11 +45,15 @@ def read_scheme(where: str, config: Mapping[str, Any], separate: Mapping[str, An
     if method == "compressed-tensors":
         return _compressed_tensors(where, declared)
     if method == "fp8":
-        block = declared.get("weight_block_size") or ()
-        if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-            raise _unsupported(where, f"method fp8 with weight_block_size {declared.get('weight_block_size')!r}")
-        return Scheme("fine-grained FP8", "token", (block[0], block[1]))
+        return Scheme(_FINE_GRAINED, "token", _block(where, "weight_block_size", declared.get("weight_block_size")))
     raise _unsupported(where, f"quantization method {method!r}")
+
+
+def _block(where: str, key: str, value: Any) -> tuple[int, int]:
+    """Rows and columns of the blocks that share a scale."""
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(b, int) and b > 0 for b in value):
+        raise _unsupported(where, f"{key} {value!r}")
+    return value[0], value[1]
 
 
 def _unsupported(where: str, what: str) -> UnsupportedError:
@@ -85,9 +90,7 @@ def _group(where: str, group: Mapping[str, Any]) -> Scheme:
             raise _unsupported(where, f"compressed-tensors {what} of {part.get('num_bits')} bits {part.get('type')}")
     strategy, block = weights.get("strategy", "tensor"), None
     if strategy == "block":
-        block = tuple(weights.get("block_structure") or ())
-        if len(block) != 2:
-            raise _unsupported(where, f"compressed-tensors block_structure {weights.get('block_structure')!r}")
+        block = _block(where, "block_structure", weights.get("block_structure"))
     elif strategy not in ("tensor", "channel"):
         raise _unsupported(where, f"compressed-tensors weight strategy {strategy!r}")
     activations = "none" if inputs is None else "token" if inputs.get("dynamic") else "static"
@@ -155,7 +158,7 @@ class QuantizedSource(Source):
 
     def _scale_of(self, name: str) -> str:
         """The scale that belongs to a quantized weight, checked for its shape."""
-        suffix = "weight_scale_inv" if self._scheme.name == "fine-grained FP8" else "weight_scale"
+        suffix = "weight_scale_inv" if self._scheme.name == _FINE_GRAINED else "weight_scale"
         scale = f"{name.rpartition('.')[0]}.{suffix}"
         if not name.endswith(".weight") or scale not in self._inner.tensors:
             raise CheckpointError(

@@ -74,8 +74,6 @@ class Source(ABC):
     files: tuple[str, ...]
     #: The model's name for people: never a path.
     name: str
-    #: What the weights were quantized with before llmc saw them, or None.
-    quantization: Quantization | None = None
 
     @property
     @abstractmethod
@@ -91,6 +89,11 @@ class Source(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Tensors by their Hugging Face names."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What the weights were quantized with before llmc saw them."""
+        return None
 
     @property
     @abstractmethod
