@@ -16,12 +16,15 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.ndarray:
-    """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): each panel holds `width` outputs for every k.
+    """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): each panel holds `width` outputs for every k. A stack
+    of matrices [E, N, K] -> [E, panels, K, width].
 
     N is padded with zeros. `gated`: the rows are N/2 gates, then N/2 ups; each panel holds width/2 gates, then the ups
     that belong to them, and both halves are padded alike. FP8 bytes are shuffled within groups of 32 outputs, so that a
     kernel decodes eight outputs that belong together from one 64-bit lane.
     """
+    if value.ndim == 3:
+        return np.stack([pack_panels(matrix, width, gated=gated) for matrix in value])
     rows, missing = _rows(len(value), width, gated)
     if value.dtype == NUMPY_DTYPES["f8e4m3"]:
         order = (np.arange(0, width, 32)[:, None] + _GROUP).ravel()

@@ -8,11 +8,15 @@ Every leaf is float32, whatever the checkpoint stores: a dtype changes only wher
     load('name')                a tensor of the checkpoint, as float32
     buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
+    every(r, axis, start, step) entries start, start + step, ... of an axis
+    swap(r, a, b)               axes a and b exchanged; transpose(r) is swap(r, 0, 1) of a matrix
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
     fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
     pad(r, axis, n)             zeros behind, until the axis has n entries
     panels(r, width)            the layout that linear kernels read, see `pack_panels`
     panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
+
+A weight of rank 3 is a stack of matrices [E, N, K], one an expert: its scales are f32[E, N], its panels those of each.
 """
 
 from __future__ import annotations
@@ -82,6 +86,16 @@ class Slice(Recipe):
 
 
 @dataclass(frozen=True)
+class Every(Recipe):
+    """Entries start, start + step, start + 2 * step, ... of one axis (not negative)."""
+
+    source: Recipe
+    axis: int
+    start: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Concat(Recipe):
     """Several recipes joined along one axis."""
 
@@ -94,6 +108,15 @@ class Transpose(Recipe):
     """A matrix with its two axes exchanged."""
 
     source: Recipe
+
+
+@dataclass(frozen=True)
+class Swap(Recipe):
+    """Axes `a` and `b` exchanged."""
+
+    source: Recipe
+    a: int
+    b: int
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,7 @@ class Cast(Recipe):
 
 @dataclass(frozen=True)
 class Fp8(Recipe):
-    """E4M3 of source[n, :] / scale[n]."""
+    """E4M3 of source[..., n, :] / scale[..., n]."""
 
     source: Recipe
     scale: Recipe
@@ -130,7 +153,7 @@ class Fp8(Recipe):
 
 @dataclass(frozen=True)
 class Fp8Scale(Recipe):
-    """The scale of each row of a matrix: f32[N]."""
+    """The scale of each row of a matrix, f32[N], or of each of a stack, f32[E, N]."""
 
     source: Recipe
 
@@ -146,7 +169,7 @@ class Pad(Recipe):
 
 @dataclass(frozen=True)
 class Panels(Recipe):
-    """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): see `pack_panels`."""
+    """[N, K] -> [panels, K, width], [E, N, K] -> [E, panels, K, width], [N] -> [panels, width]: see `pack_panels`."""
 
     source: Recipe
     width: int
@@ -164,8 +187,10 @@ _CLASSES: dict[str, type[Recipe]] = {
     "load": Load,
     "buffer": Buffer,
     "slice": Slice,
+    "every": Every,
     "concat": Concat,
     "transpose": Transpose,
+    "swap": Swap,
     "add": Add,
     "mul": Mul,
     "cast": Cast,
@@ -233,22 +258,26 @@ def leaves(recipe: Recipe) -> Iterator[Load | Buffer]:
         yield from leaves(child)
 
 
-def sliced(recipe: Recipe, axis: int, start: int, stop: int) -> Recipe:
-    """`slice(recipe, ...)`, moved as near to the leaves as it goes, so that streaming reads only what it needs.
+def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> Recipe:
+    """`slice(recipe, ...)`, moved as near to the leaves as it goes, so that streaming reads only what it needs. `rank`
+    is that of the weight (of a scale: of the weight that it scales).
 
     A row's FP8 scale stays the scale of the whole row when columns are cut: a shard quantizes like the whole.
     """
     match recipe:
         case Slice(source, inner, begin, _) if inner == axis:
-            return sliced(source, axis, begin + start, begin + stop)
+            return sliced(source, axis, begin + start, begin + stop, rank)
         case Cast() | Add() | Mul():
-            return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop))
+            return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop, rank))
         case Transpose(source):
             return Transpose(sliced(source, 1 - axis, start, stop))
+        case Swap(source, a, b):
+            return Swap(sliced(source, {a: b, b: a}.get(axis, axis), start, stop, rank), a, b)
         case Fp8(source, scale):
-            return Fp8(sliced(source, axis, start, stop), sliced(scale, 0, start, stop) if axis == 0 else scale)
-        case Fp8Scale(source) if axis == 0:
-            return Fp8Scale(sliced(source, 0, start, stop))
+            cut = sliced(scale, axis, start, stop, rank) if axis < rank - 1 else scale
+            return Fp8(sliced(source, axis, start, stop, rank), cut)
+        case Fp8Scale(source) if axis < rank - 1:
+            return Fp8Scale(sliced(source, axis, start, stop, rank))
     return Slice(recipe, axis, start, stop)
 
 
@@ -268,6 +297,14 @@ def infer(recipe: Recipe, leaf: Callable[[Load | Buffer], tuple[int, ...]]) -> T
             if not 0 <= axis < len(shape) or not 0 <= start < stop <= shape[axis]:
                 raise _fail(recipe, f"axis {axis} of {source} has no entries {start}:{stop}")
             shape[axis] = stop - start
+        case Every(_, axis, start, step):
+            if not 0 <= axis < len(shape) or not 0 <= start < shape[axis] or step < 1:
+                raise _fail(recipe, f"axis {axis} of {source} has no entries {start}, {start + step}, ...")
+            shape[axis] = -(-(shape[axis] - start) // step)
+        case Swap(_, a, b):
+            if not all(0 <= axis < len(shape) for axis in (a, b)):
+                raise _fail(recipe, f"{source} has no axes {a} and {b}")
+            shape[a], shape[b] = shape[b], shape[a]
         case Concat(axis, _):
             for other in types[1:]:
                 if other.dtype != source.dtype or _without(other.shape, axis) != _without(source.shape, axis):
@@ -280,22 +317,28 @@ def infer(recipe: Recipe, leaf: Callable[[Load | Buffer], tuple[int, ...]]) -> T
         case Cast(_, dtype):
             return TensorType(dtype, source.shape)
         case Fp8():
-            if types[1] != TensorType("f32", source.shape[:1]):
+            if types[1] != TensorType("f32", source.shape[:-1]):
                 raise _fail(recipe, f"the scale is {types[1]}, not one f32 for each row of {source}")
             return TensorType("f8e4m3", source.shape)
         case Fp8Scale():
-            return TensorType("f32", source.shape[:1])
+            return TensorType("f32", source.shape[:-1])
         case Pad(_, axis, size):
             if size < shape[axis]:
                 raise _fail(recipe, f"axis {axis} of {source} is longer than {size}")
             shape[axis] = size
         case Panels(_, width):
-            shape = [-(-shape[0] // width), *shape[1:], width]
+            shape = _panels_shape(shape, width)
         case PanelsGated(_, width):
-            if shape[0] % 2 or width % 2:
+            if shape[len(shape) == 3] % 2 or width % 2:
                 raise _fail(recipe, f"{source} has no two equal halves of rows")
-            shape = [-(-shape[0] // width), *shape[1:], width]
+            shape = _panels_shape(shape, width)
     return TensorType(source.dtype, tuple(shape))
+
+
+def _panels_shape(shape: list[int], width: int) -> list[int]:
+    """[N, ...] -> [panels, ..., width], or the same behind the first axis of a stack."""
+    *stack, rows = shape[: 1 + (len(shape) == 3)]
+    return [*stack, -(-rows // width), *shape[len(stack) + 1 :], width]
 
 
 def _without(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
@@ -320,6 +363,10 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
     match recipe:
         case Slice(_, axis, start, stop):
             return value[(slice(None),) * axis + (slice(start, stop),)]
+        case Every(_, axis, start, step):
+            return value[(slice(None),) * axis + (slice(start, None, step),)]
+        case Swap(_, a, b):
+            return value.swapaxes(a, b)
         case Concat(axis, _):
             return np.concatenate(values, axis)
         case Transpose():
@@ -331,9 +378,10 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
         case Cast(_, dtype):
             return value.astype(NUMPY_DTYPES[dtype])
         case Fp8():
-            return quantize_fp8(value, values[1][:, None])
+            rows = np.ascontiguousarray(value).reshape(-1, value.shape[-1])
+            return quantize_fp8(rows, values[1].reshape(-1, 1)).reshape(value.shape)
         case Fp8Scale():
-            scale = np.abs(value).max(axis=tuple(range(1, value.ndim))) / np.float32(FP8_MAX)
+            scale = np.abs(value).max(axis=-1) / np.float32(FP8_MAX)
             return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
         case Pad(_, axis, size):
             return _pad(value, axis, size)

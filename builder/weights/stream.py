@@ -3,8 +3,9 @@
 Comes in: a `Member`, a source of tensors. Goes out: the member's bytes, in order, into a sink. Must not know: graphs,
 kernels, plan files.
 
-A recipe is cut into rows of its result, and the cut is moved to its leaves, so that only those rows are read. What the
-last recipes have read is kept for a while, because a weight and its scales, or two forms of it, are neighbours.
+A recipe is cut into rows of its result (experts of a stack), and the cut is moved to its leaves, so that only those
+rows are read. What the last recipes have read is kept for a while, because a weight and its scales, or two forms of it,
+are neighbours.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from llmc.builder.weights.recipe import (
     Buffer,
     Cast,
     Concat,
+    Every,
     Fp8,
     Fp8Scale,
     Load,
@@ -33,6 +35,7 @@ from llmc.builder.weights.recipe import (
     Recipe,
     Slice,
     Source,
+    Swap,
     apply,
     children,
     infer,
@@ -92,10 +95,12 @@ def _pieces(placement: Placement, source: Shaped, reader: _Reader, block: int) -
     if not shape:
         yield reader.value(inner)
         return
-    gated = isinstance(packed, PanelsGated)
+    stack = len(shape) == 3  # of matrices, which are packed each for itself
+    gated = isinstance(packed, PanelsGated) and not stack
     count = shape[0] // 2 if gated else shape[0]
+    granule = 1 if stack or not packed else _ROWS
     row_bytes = sum(4 * math.prod(source.shape(leaf)[1:]) for leaf in set(leaves(inner)))
-    step = max(block // max(row_bytes, 1) // _ROWS, 1) * _ROWS
+    step = max(block // max(row_bytes, 1) // granule, 1) * granule
     for start in range(0, count, step):
         stop = min(start + step, count)
         part = rows(inner, start, stop, source)
@@ -113,6 +118,10 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
         case Slice(inner, 0, begin, _):
             return rows(inner, begin + start, begin + stop, source)
         case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _) | Fp8Scale(inner):
+            return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
+        case Every(inner, axis, _, _) if axis > 0:
+            return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
+        case Swap(inner, a, b) if 0 not in (a, b):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Fp8(inner, scale):
             return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))

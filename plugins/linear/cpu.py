@@ -14,10 +14,10 @@ from llmc.plugins.cpu.call import Arg, CpuCall, KernelEnv, Literal, Pointer, Pro
 from llmc.plugins.linear import Attrs
 
 PANEL = 64
-_FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
+FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
 #: Floats of a thread beside one row of x: a block of a panel and the sums of a chunk of rows (tiles.h, cpu.h).
-_THREAD_FLOATS = (256 + 240) * PANEL
+THREAD_FLOATS = (256 + 240) * PANEL
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
@@ -44,11 +44,11 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     )
     return CpuCall(
         header="plugins/linear/cpu.h",
-        function=f"linear<{k}, {n}, {least}, {most}, lin::{_FORMATS[w.dtype]}, lin::{kind}, "
+        function=f"linear<{k}, {n}, {least}, {most}, lin::{FORMATS[w.dtype]}, lin::{kind}, "
         f"lin::{_ACTIVATIONS[act]}, {flags}>",
         args=args,
         packing={1: f"panels{gate and '_gated'}({{}}, {PANEL})"},
         strided=frozenset({Pointer("in", 0)} | ({Pointer("out", 0)} if not attrs.all_reduce else set())),
-        scratch=Scratch(shared=4 * most * (k + 1) if most > 1 else 0, per_thread=4 * max(k, _THREAD_FLOATS)),
+        scratch=Scratch(shared=4 * most * (k + 1) if most > 1 else 0, per_thread=4 * max(k, THREAD_FLOATS)),
         sums_ranks=4 * n if attrs.all_reduce else 0,
     )

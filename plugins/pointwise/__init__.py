@@ -84,8 +84,8 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     return (TensorType("f32", _broadcast([t.shape for t in types])),)
 
 
-def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Each function in float64, each result rounded to float32."""
+def evaluate(expr: str, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """An expression's value: each function in float64, each result rounded to float32."""
 
     def call(name: str, *operands: np.ndarray) -> np.ndarray:
         wide = [np.asarray(o).astype(np.float64) for o in operands]
@@ -94,8 +94,13 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
 
     values = [np.asarray(x).astype(np.float32) for x in inputs]
     with np.errstate(all="ignore"):
-        result = visit(attrs.expr, lambda i: values[i], np.float32, call)
-    return (np.asarray(np.broadcast_to(np.asarray(result), np.broadcast_shapes(*(v.shape for v in values)))),)
+        result = visit(expr, lambda i: values[i], np.float32, call)
+    return np.asarray(np.broadcast_to(np.asarray(result), np.broadcast_shapes(*(v.shape for v in values))))
+
+
+def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The expression's value; nothing else."""
+    return (evaluate(attrs.expr, inputs),)
 
 
 OPERATOR = Operator("pointwise", Attrs, infer, reference)

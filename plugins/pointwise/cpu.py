@@ -40,15 +40,13 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     (y,) = outputs
     if y.rank > MAX_RANK:
         raise UnsupportedError(f"{attrs.expr}: the cpu target computes tensors of at most {MAX_RANK} axes, not {y}")
-    body = _formula(attrs.expr)
-    names = ", ".join(f"Lanes i{i}" for i in range(len(inputs)))
-    struct = f"Formula{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    struct, prelude = formula_struct(attrs.expr, len(inputs))
     inner = "".join(f", {int(bool(x.shape) and x.shape[-1] != 1)}" for x in inputs)
     dims: tuple[Dim, ...] = (1,) * (MAX_RANK - y.rank) + y.shape
     return CpuCall(
         header="plugins/pointwise/cpu.h",
         function=f"pointwise<{struct}{inner}>",
-        prelude=f"struct {struct} {{\n  static Lanes f({names}) {{ return {body}; }}\n}};",
+        prelude=prelude,
         args=(
             *(Product((d,)) for d in dims),
             Pointer("out", 0),
@@ -88,6 +86,14 @@ def _number(value: float) -> str:
         else _INFINITY[value > 0]
     )
     return f"fn::number({text})"
+
+
+def formula_struct(expr: str, inputs: int) -> tuple[str, str]:
+    """The name and the text of a C++ struct whose `f` computes an expression of i0, i1, ... on lanes."""
+    body = _formula(expr)
+    names = ", ".join(f"Lanes i{i}" for i in range(inputs))
+    struct = f"Formula{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    return struct, f"struct {struct} {{\n  static Lanes f({names}) {{ return {body}; }}\n}};"
 
 
 def _formula(expr: str) -> str:

@@ -29,6 +29,7 @@ TENSORS = {
     "w": RNG.standard_normal((80, 24)).astype(np.float32),
     "v": RNG.standard_normal((16, 24)).astype(ml_dtypes.bfloat16),
     "it's": RNG.standard_normal(80).astype(np.float32),
+    "experts": RNG.standard_normal((3, 20, 24)).astype(np.float32),
 }
 
 
@@ -53,6 +54,11 @@ TEXTS = [
     "slice(load('w'), 0, 8, 24)",
     "concat(0, load('w'), load('v'))",
     "transpose(load('w'))",
+    "every(load('w'), 0, 1, 2)",
+    "swap(load('experts'), 1, 2)",
+    "fp8(load('experts'), fp8_scale(load('experts')))",
+    "panels(load('experts'), 64)",
+    "panels_gated(concat(1, every(load('experts'), 1, 0, 2), every(load('experts'), 1, 1, 2)), 64)",
     "add(load('w'), 1.0)",
     "mul(load('w'), 0.125)",
     "cast(load('w'), 'bf16')",
@@ -100,6 +106,9 @@ def test_bad_text_is_refused(text: str, reason: str) -> None:
         "pad(load('w'), 0, 8)",
         'transpose(load("it\'s"))',
         "slice(load('w'), 0, 3, 3)",
+        "every(load('w'), 0, 80, 2)",
+        "swap(load('w'), 0, 2)",
+        "panels_gated(slice(load('experts'), 1, 0, 3), 64)",
     ],
 )
 def test_types_that_do_not_fit_are_refused(text: str) -> None:
@@ -129,6 +138,16 @@ def test_slices_keep_values_wherever_they_move(recipe: Recipe, axis: int) -> Non
     whole = evaluate(recipe, Tensors())
     part = evaluate(sliced(recipe, axis, 5, 17), Tensors())
     np.testing.assert_array_equal(part, whole[5:17] if axis == 0 else whole[:, 5:17])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("text", ["load('experts')", "swap(load('experts'), 1, 2)", "cast(load('experts'), 'bf16')"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_slices_of_stacks_keep_values(text: str, axis: int, quantized: bool) -> None:
+    recipe = _fp8(parse(text)) if quantized else parse(text)
+    whole = evaluate(recipe, Tensors())
+    part = evaluate(sliced(recipe, axis, 1, 3, rank=3), Tensors())
+    np.testing.assert_array_equal(part, whole[(slice(None),) * axis + (slice(1, 3),)])
 
 
 def test_row_slices_read_only_their_rows() -> None:

@@ -26,7 +26,8 @@ class Tensors:
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
-        shapes = {"a": (200, 48), "b": (130, 48), "c": (200, 48), "v": (200,), "t": (48, 200), "one": ()}
+        shapes = {"a": (200, 48), "b": (130, 48), "c": (200, 48), "v": (200,), "t": (48, 200), "one": (),
+                  "e": (5, 24, 20)}  # fmt: skip
         self.values = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
         self.values["a"][7] = 0
         self.elements = 0
@@ -63,6 +64,11 @@ RECIPES = [
     "panels(fp8(load('b'), fp8_scale(load('b'))), 64)",
     "panels(cast(transpose(load('t')), 'bf16'), 64)",
     "panels_gated(concat(0, load('a'), load('c')), 64)",
+    "panels(cast(load('e'), 'bf16'), 64)",
+    "panels(fp8(swap(load('e'), 1, 2), fp8_scale(swap(load('e'), 1, 2))), 64)",
+    "panels_gated(concat(1, every(load('e'), 1, 0, 2), every(load('e'), 1, 1, 2)), 64)",
+    "panels(slice(fp8(load('e'), fp8_scale(load('e'))), 2, 8, 20), 64)",
+    "fp8_scale(slice(load('e'), 1, 3, 20))",
     "panels_gated(fp8(concat(0, load('a'), load('c')), fp8_scale(concat(0, load('a'), load('c')))), 64)",
 ]
 
@@ -211,3 +217,19 @@ def test_memory_stays_at_a_few_blocks_whatever_the_tensor() -> None:
     tracemalloc.stop()
     assert sink.size == member.nbytes > 100_000_000
     assert peak < KEPT + 6 * BLOCK < 400_000_000
+
+
+def test_a_stack_is_packed_an_expert_at_a_time() -> None:
+    source, most = Tensors(), 0
+    read = source.read
+
+    def counting(name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        nonlocal most
+        most = max(most, 5 if start is None or stop is None else stop - start)
+        return read(name, start, stop)
+
+    source.read = counting  # type: ignore[method-assign]
+    text = "panels_gated(concat(1, every(swap(load('e'), 1, 2), 1, 0, 2), every(swap(load('e'), 1, 2), 1, 1, 2)), 64)"
+    (member,), _ = place([[Stored(text, infer(parse(text), source.shape), "")]])
+    write_weights(member, source, io.BytesIO(), block=1)
+    assert most == 1
