@@ -43,7 +43,7 @@ from llmc.builder.report import BuildReport
 from llmc.builder.trace import Traced, trace
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.placement import Member
-from llmc.builder.weights.recipe import Buffer, Load, evaluate, parse
+from llmc.builder.weights.recipe import Buffer, Leaf, evaluate, parse
 from llmc.builder.weights.stream import write_weights
 from llmc.profiles import TargetDescription, load_profile, load_target
 
@@ -92,12 +92,15 @@ class _Weights:
     def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray]) -> None:
         self._checkpoint, self._buffers = checkpoint, buffers
 
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         if isinstance(leaf, Buffer):
             return self._buffers[leaf.name].shape
         return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        return self._checkpoint.read(name, start, stop)
+
+    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         return self._checkpoint.read(name, start, stop)
 
     def buffer(self, name: str) -> np.ndarray:
@@ -109,7 +112,7 @@ def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     target = load_target(options.target)
     profile = _profile(checkpoint, options, target)
     # The scales of activations are constants of the code: where they come from changes no size.
-    options = dataclasses.replace(options, fp8_activations="dynamic", verify_passes=False)
+    options = dataclasses.replace(options, fp8_activations="token", verify_passes=False)
     front = _front(checkpoint, options, None, profile, target, Progress())
     return memory_plan(front.lowered, checkpoint.name, options.precision)
 

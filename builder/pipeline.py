@@ -83,7 +83,7 @@ class Verifier(Protocol):
 @dataclass(frozen=True)
 class CompileOptions:
     """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
-    `table` is the calibration and `fp8_activations` static|dynamic says whether it is needed; `verifier` sees each
+    `table` is the calibration and `fp8_activations` token|static says whether it is needed; `verifier` sees each
     pass's name and the graphs before and after it.
     """
 
@@ -112,8 +112,8 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
     """Runs the whole list. Raises UsageError, UnsupportedError (what stops it, by name) or the verifier's error."""
     if options.precision not in PRECISIONS:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
-    if options.fp8_activations not in ("static", "dynamic"):
-        raise UsageError(f"fp8 activations {options.fp8_activations!r} are neither static nor dynamic")
+    if options.fp8_activations not in ("token", "static"):
+        raise UsageError(f"fp8 activations {options.fp8_activations!r} are neither token nor static")
     if options.kv_dtype not in (None, "f32", "bf16"):
         raise UsageError(f"kv dtype {options.kv_dtype!r} is neither f32 nor bf16")
     if options.tp < 1:

@@ -89,7 +89,7 @@ def _bound(before: Sequence[Graph], after: Sequence[Graph]) -> float:
         return max(QUANTIZED[dtype] for dtype in new)
     if "f8e4m3" not in new:
         return EXACT
-    per_token = any(node.op == "linear" and node.attrs.x_dynamic for node in after[0])
+    per_token = any(node.op == "linear" and node.attrs.x_per_token for node in after[0])
     return FP8_SHARDED if per_token and len(before) != len(after) else FP8
 
 

@@ -69,7 +69,7 @@ def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | No
 def _alike(view: View, linears: Sequence[Node]) -> bool:
     """Whether one kernel call can compute them: same input, same weight dtype, all or none with bias and epilogue."""
     first, *others = linears
-    same = ("bias", "x_dynamic", "epilogue", "all_reduce")
+    same = ("bias", "x_per_token", "epilogue", "all_reduce")
     return all(
         n.inputs[0] == first.inputs[0]
         and view.types[n.inputs[1]].dtype == view.types[first.inputs[1]].dtype

@@ -6,7 +6,7 @@ E4M3 weight recipes. Must not know: how scales were found, how weights are packe
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
 which is bf16 like the embedding. A weight's scale is the largest magnitude of its row / 448, from the weight itself
 (`builder/ranges.py` holds the table against it); x_scale is the table's input_amax / 448, or each token's own where
-activations are "dynamic".
+activations are scaled by token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, leaves
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8; `activations` static|dynamic (fp8 only)."""
+    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only)."""
 
     name: str
     table: CalibrationTable | None = None
@@ -89,8 +89,8 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     scales = edit.param(scale, TensorType("f32", kind.shape[:1]), node)
     inputs = [node.inputs[0], weight.out, scales.out, *node.inputs[2:]]
     types = [view.types[node.inputs[0]], weight.type, scales.type, *(view.types[n] for n in node.inputs[2:])]
-    dynamic = precision.activations == "dynamic"
-    attrs = vars(node.attrs) | {"x_dynamic": dynamic, "x_scale": None if dynamic else _x_scale(node, precision)}
+    per_token = precision.activations == "token"
+    attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": None if per_token else _x_scale(node, precision)}
     return edit.make("linear", inputs, types, attrs, like=node, outputs=node.outputs)
 
 

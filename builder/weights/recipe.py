@@ -3,9 +3,10 @@
 Comes in: recipe text such as `concat(0, load('q.weight'), slice(load('k.weight'), 0, 0, 64))`, a `Source` of tensors.
 Goes out: the parsed `Recipe`, its text, its type, its value as a numpy array. Must not know: graphs, passes, kernels.
 
-Every leaf is float32, whatever the checkpoint stores: a dtype changes only where a recipe says `cast` or `fp8`.
+A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtype changes only where a recipe says so.
 
     load('name')                a tensor of the checkpoint, as float32
+    stored('name', 'f8e4m3')    a tensor as it is stored, which must be in that dtype: rounded weights and their scales
     buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
     every(r, axis, start, step) entries start, start + step, ... of an axis
@@ -39,10 +40,13 @@ class RecipeError(ValueError):
 
 
 class Source(Protocol):
-    """Where leaves come from. A `Checkpoint` with the traced model's buffers is one."""
+    """Where leaves come from: a `Checkpoint`, tensors stored beside it, the traced model's buffers."""
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         """Rows start:stop (axis 0) of a checkpoint tensor, in any float dtype."""
+
+    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        """Rows start:stop (axis 0) of a tensor that a `stored` leaf names, in the dtype that it is stored in."""
 
     def buffer(self, name: str) -> np.ndarray:
         """A constant of the traced model."""
@@ -66,6 +70,14 @@ class Load(Recipe):
     """A tensor of the checkpoint, by its Hugging Face parameter name."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class StoredTensor(Recipe):
+    """A tensor that is taken as it is: its bytes are those of `dtype`, and no rounding of this build."""
+
+    name: str
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -183,8 +195,11 @@ class PanelsGated(Recipe):
     width: int
 
 
+Leaf = Load | StoredTensor | Buffer
+
 _CLASSES: dict[str, type[Recipe]] = {
     "load": Load,
+    "stored": StoredTensor,
     "buffer": Buffer,
     "slice": Slice,
     "every": Every,
@@ -250,9 +265,9 @@ def children(recipe: Recipe) -> tuple[Recipe, ...]:
     return tuple(found)
 
 
-def leaves(recipe: Recipe) -> Iterator[Load | Buffer]:
+def leaves(recipe: Recipe) -> Iterator[Leaf]:
     """Every tensor that the recipe reads, repeated where it is read twice."""
-    if isinstance(recipe, Load | Buffer):
+    if isinstance(recipe, Leaf):
         yield recipe
     for child in children(recipe):
         yield from leaves(child)
@@ -285,10 +300,10 @@ def _fail(recipe: Recipe, reason: str) -> RecipeError:
     return RecipeError(f"{recipe}: {reason}")
 
 
-def infer(recipe: Recipe, leaf: Callable[[Load | Buffer], tuple[int, ...]]) -> TensorType:
+def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType:
     """The type of a recipe's value. `leaf` gives a leaf's shape; raises RecipeError where the shapes do not fit."""
-    if isinstance(recipe, Load | Buffer):
-        return TensorType("f32", tuple(leaf(recipe)))
+    if isinstance(recipe, Leaf):
+        return TensorType(recipe.dtype if isinstance(recipe, StoredTensor) else "f32", tuple(leaf(recipe)))
     types = [infer(child, leaf) for child in children(recipe)]
     source = types[0]
     shape = [int(d) for d in source.shape]
@@ -348,13 +363,27 @@ def _without(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
 def evaluate(recipe: Recipe, source: Source) -> np.ndarray:
     """The recipe's value, all of it in memory. Row slices of tensors read only those rows."""
     match recipe:
+        case Load() | StoredTensor() | Buffer():
+            return read_leaf(recipe, source)
+        case Slice(Load() | StoredTensor() as leaf, 0, start, stop):
+            return read_leaf(leaf, source, start, stop)
+    return apply(recipe, [evaluate(child, source) for child in children(recipe)])
+
+
+def read_leaf(leaf: Leaf, source: Source, start: int | None = None, stop: int | None = None) -> np.ndarray:
+    """A leaf's value, or rows start:stop of it (of a buffer always all). Raises RecipeError for a stored tensor in
+    another dtype than the recipe says.
+    """
+    match leaf:
         case Load(name):
-            return np.asarray(source.read(name)).astype(np.float32)
+            return np.asarray(source.read(name, start, stop)).astype(np.float32)
         case Buffer(name):
             return np.asarray(source.buffer(name)).astype(np.float32)
-        case Slice(Load(name), 0, start, stop):
-            return np.asarray(source.read(name, start, stop)).astype(np.float32)
-    return apply(recipe, [evaluate(child, source) for child in children(recipe)])
+        case StoredTensor(name, dtype):
+            value = np.asarray(source.stored(name, start, stop))
+            if value.dtype != NUMPY_DTYPES[dtype]:
+                raise _fail(leaf, f"{name!r} is stored as {value.dtype}")
+            return value
 
 
 def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:

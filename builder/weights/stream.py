@@ -28,6 +28,7 @@ from llmc.builder.weights.recipe import (
     Every,
     Fp8,
     Fp8Scale,
+    Leaf,
     Load,
     Mul,
     Panels,
@@ -36,11 +37,13 @@ from llmc.builder.weights.recipe import (
     Slice,
     Source,
     Swap,
+    StoredTensor,
     apply,
     children,
     infer,
     leaves,
     parse,
+    read_leaf,
 )
 
 #: Bytes of float32 that are read at once, and that are kept.
@@ -53,7 +56,7 @@ _ROWS = 64
 class Shaped(Source, Protocol):
     """A source that knows shapes without reading."""
 
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf's value."""
 
 
@@ -157,7 +160,7 @@ class _Reader:
     def _value(self, recipe: Recipe, known: dict[Recipe, np.ndarray]) -> np.ndarray:
         if recipe not in known:
             match recipe:
-                case Load() | Buffer() | Slice(Load(), 0, _, _):
+                case Load() | StoredTensor() | Buffer() | Slice(Load() | StoredTensor(), 0, _, _):
                     known[recipe] = self._read(recipe)
                 case _:
                     known[recipe] = apply(recipe, [self._value(child, known) for child in children(recipe)])
@@ -168,17 +171,14 @@ class _Reader:
             self._kept.move_to_end(recipe)
             return self._kept[recipe]
         match recipe:
-            case Load(name):
-                stored = self._source.read(name)
-            case Slice(Load(name), _, start, stop):
-                stored = self._source.read(name, start, stop)
-            case Buffer(name):
-                stored = self._source.buffer(name)
-        value = np.asarray(stored).astype(np.float32)
-        if not isinstance(recipe, Buffer) and not np.isfinite(value).all():
+            case Slice(Load() | StoredTensor() as leaf, _, start, stop):
+                value = read_leaf(leaf, self._source, start, stop)
+            case Load() | StoredTensor() | Buffer() as leaf:
+                value = read_leaf(leaf, self._source)
+        if not isinstance(leaf, Buffer) and not np.isfinite(value).all():
             raise CheckpointError(
-                f"tensor {name!r} holds NaN or infinity: no engine can be built from it. The checkpoint is damaged, or "
-                "was saved from a run that diverged"
+                f"tensor {leaf.name!r} holds NaN or infinity: no engine can be built from it. The checkpoint is "
+                "damaged, or was saved from a run that diverged"
             )
         self._kept[recipe] = value
         self._size += value.nbytes

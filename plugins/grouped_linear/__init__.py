@@ -19,7 +19,7 @@ from llmc.plugins.pointwise import evaluate, used_inputs
 
 @dataclass(frozen=True)
 class Attrs:
-    """E4M3 weights need `x_scale` (static) or `x_dynamic` (each row's largest magnitude / 448).
+    """E4M3 weights need `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448).
 
     `expr`: a formula as `pointwise` has it, of the result i0; with `gated` the weight of an expert holds N/2 gate rows,
     then N/2 up rows, and the formula is of gate i0 and up i1. `combine`: the results of a token, times its weights, are
@@ -28,7 +28,7 @@ class Attrs:
 
     bias: bool = False
     x_scale: float | None = None
-    x_dynamic: bool = False
+    x_per_token: bool = False
     gated: bool = False
     expr: str = "i0"
     combine: bool = False
@@ -48,8 +48,10 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     if x.shape not in ((index.shape[0], w.shape[2]), (*index.shape, w.shape[2])):
         raise ValueError(f"{x} does not go with index {index} and weight {w}")
     quantized = w.dtype == "f8e4m3"
-    if quantized + (attrs.x_scale is not None) + attrs.x_dynamic not in (0, 2):
-        raise ValueError(f"x_scale={attrs.x_scale} and x_dynamic={attrs.x_dynamic}: exactly one, and only for f8e4m3")
+    if quantized + (attrs.x_scale is not None) + attrs.x_per_token not in (0, 2):
+        raise ValueError(
+            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: exactly one, and only for f8e4m3"
+        )
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
     rest = [TensorType("f32", w.shape[:2])] * (quantized + attrs.bias)

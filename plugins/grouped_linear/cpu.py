@@ -26,7 +26,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     slots = int(index.shape[1])
     most = env.bounds(index.shape[0])[1]
     quantized = w.dtype == "f8e4m3"
-    kind = "Dynamic" if attrs.x_dynamic else "Plain" if attrs.x_scale is None else "Static"
+    kind = "PerToken" if attrs.x_per_token else "Plain" if attrs.x_scale is None else "Static"
     scale = "" if attrs.x_scale is None else f"{float(np.float32(attrs.x_scale)).hex()}f"
     struct, prelude = formula_struct(attrs.expr, 1 + attrs.gated)
     flags = ", ".join("true" if f else "false" for f in (attrs.gated, attrs.bias, attrs.combine, attrs.all_reduce))

@@ -20,14 +20,14 @@ EPILOGUES = ("none", *ACTIVATIONS, *(f"{name}_gate" for name in ACTIVATIONS))
 
 @dataclass(frozen=True)
 class Attrs:
-    """An E4M3 weight needs `x_scale` (static) or `x_dynamic` (each row's largest magnitude / 448). `epilogue`: an
+    """An E4M3 weight needs `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448). `epilogue`: an
     activation of the result, or with `_gate`: the weight holds N/2 gate rows, then N/2 up rows, and act(gate) * up
     is the result. `all_reduce`: results are summed over ranks; the bias is added once, after the sum.
     """
 
     bias: bool = False
     x_scale: float | None = None
-    x_dynamic: bool = False
+    x_per_token: bool = False
     epilogue: str = "none"
     all_reduce: bool = False
 
@@ -42,8 +42,10 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(f"the weight is {w}; expected f32, bf16 or f8e4m3")
     if x.shape[1] != w.shape[1] or not all(isinstance(d, int) and d > 0 for d in w.shape):
         raise ValueError(f"{x} times {w}: K must be the same number in both")
-    if quantized + (attrs.x_scale is not None) + attrs.x_dynamic not in (0, 2):
-        raise ValueError(f"x_scale={attrs.x_scale} and x_dynamic={attrs.x_dynamic}: exactly one, and only for f8e4m3")
+    if quantized + (attrs.x_scale is not None) + attrs.x_per_token not in (0, 2):
+        raise ValueError(
+            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: exactly one, and only for f8e4m3"
+        )
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
     if attrs.epilogue not in EPILOGUES:

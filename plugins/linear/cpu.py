@@ -27,7 +27,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     least, most = env.bounds(x.shape[0])
     quantized = w.dtype == "f8e4m3"
     act, gate, _ = attrs.epilogue.partition("_gate")
-    kind = "Dynamic" if attrs.x_dynamic else "Plain" if attrs.x_scale is None else "Static"
+    kind = "PerToken" if attrs.x_per_token else "Plain" if attrs.x_scale is None else "Static"
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
     scale = "" if attrs.x_scale is None else f"{float(np.float32(attrs.x_scale)).hex()}f"
     null = Literal("nullptr")

@@ -102,7 +102,7 @@ struct Static {
 };
 
 // Each row's own scale: its largest magnitude / 448; 1 for a row of zeros.
-struct Dynamic {
+struct PerToken {
   static constexpr bool kQuantized = true;
   float operator()(const float* x, int n, float* to, int step) const {
     const float most = largest_magnitude(x, n);

@@ -43,7 +43,7 @@ def model(family: str) -> tuple[Any, Tensors]:
 @cache
 def compiled(case: tuple[str, int, str]) -> Compiled:
     family, tp, precision = case
-    options = CompileOptions(precision=precision, kv_dtype="f32", tp=tp, fp8_activations="dynamic")
+    options = CompileOptions(precision=precision, kv_dtype="f32", tp=tp, fp8_activations="token")
     return pipeline.run(model(family)[0], options)
 
 

@@ -89,10 +89,10 @@ def test_fp8_needs_a_table_that_fits(table: CalibrationTable | None, error: type
 
 
 def test_per_token_fp8_needs_no_table() -> None:
-    after, report = quantize(graph_of(LINEAR), Precision("fp8", activations="dynamic"))
+    after, report = quantize(graph_of(LINEAR), Precision("fp8", activations="token"))
     after.validate(ALL)
     up, head = (node for node in after if node.op == "linear")
-    assert (up.attrs.x_dynamic, up.attrs.x_scale) == (True, None)
+    assert (up.attrs.x_per_token, up.attrs.x_scale) == (True, None)
     assert after.types()[head.inputs[1]].dtype == "bf16"
     assert report.matched == 2
 

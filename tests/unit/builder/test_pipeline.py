@@ -127,7 +127,7 @@ def test_families_that_nobody_thought_of_compile_too(kind: str, per_layer: float
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
-@pytest.mark.parametrize(("precision", "activations"), [("bf16", "static"), ("fp8", "static"), ("fp8", "dynamic")])
+@pytest.mark.parametrize(("precision", "activations"), [("bf16", "static"), ("fp8", "static"), ("fp8", "token")])
 def test_quantized_models_stay_near_and_fuse_alike(family: str, precision: str, activations: str) -> None:
     result = compiled(family, 2, precision, activations)
     assert result.kv_dtype == "bf16"
@@ -179,7 +179,7 @@ def test_the_verifier_sees_every_pass() -> None:
     [
         (CompileOptions(precision="int3"), UsageError, "precision 'int3'"),
         (CompileOptions(tp=0), UsageError, "tp 0"),
-        (CompileOptions(fp8_activations="guess"), UsageError, "neither static nor dynamic"),
+        (CompileOptions(fp8_activations="guess"), UsageError, "neither token nor static"),
         (CompileOptions(kv_dtype="f8"), UsageError, "kv dtype 'f8'"),
         (CompileOptions(precision="fp8"), UsageError, "needs a calibration table"),
         (CompileOptions(tp=4), UnsupportedError, "tp 4 is larger than the 3 KV heads"),

@@ -8,6 +8,7 @@ import pytest
 
 from llmc.artifacts.types import FP8_MAX
 from llmc.builder.weights.recipe import (
+    Buffer,
     Cast,
     Concat,
     Fp8,
@@ -17,6 +18,7 @@ from llmc.builder.weights.recipe import (
     Recipe,
     RecipeError,
     Slice,
+    StoredTensor,
     Transpose,
     evaluate,
     infer,
@@ -30,6 +32,7 @@ TENSORS = {
     "v": RNG.standard_normal((16, 24)).astype(ml_dtypes.bfloat16),
     "it's": RNG.standard_normal(80).astype(np.float32),
     "experts": RNG.standard_normal((3, 20, 24)).astype(np.float32),
+    "q": RNG.standard_normal((80, 24)).astype(ml_dtypes.float8_e4m3fn),
 }
 
 
@@ -43,6 +46,8 @@ class Tensors:
         self.reads.append((name, start, stop))
         return TENSORS[name][start:stop]
 
+    stored = read
+
     def buffer(self, name: str) -> np.ndarray:
         return np.arange(4, dtype=np.float32)
 
@@ -50,6 +55,8 @@ class Tensors:
 TEXTS = [
     "load('w')",
     'load("it\'s")',
+    "stored('q', 'f8e4m3')",
+    "panels(concat(0, stored('q', 'f8e4m3'), stored('q', 'f8e4m3')), 64)",
     "buffer('model.rotary_emb.inv_freq')",
     "slice(load('w'), 0, 8, 24)",
     "concat(0, load('w'), load('v'))",
@@ -75,7 +82,7 @@ def test_text_type_and_value_agree(text: str) -> None:
     recipe = parse(text)
     assert str(recipe) == text
     value = evaluate(recipe, Tensors())
-    kind = infer(recipe, lambda leaf: TENSORS[leaf.name].shape if isinstance(leaf, Load) else (4,))
+    kind = infer(recipe, lambda leaf: (4,) if isinstance(leaf, Buffer) else TENSORS[leaf.name].shape)
     assert kind.shape == value.shape
     assert (kind.dtype == "f32") == (value.dtype == np.float32)
 
@@ -131,6 +138,7 @@ def _fp8(source: Recipe) -> Fp8:
         _fp8(Load("w")),
         Slice(Load("w"), 0, 4, 70),
         Concat(0, (Load("w"), Load("v"))),
+        StoredTensor("q", "f8e4m3"),
         _fp8(Transpose(Load("w"))),
     ],
 )
@@ -153,7 +161,13 @@ def test_slices_of_stacks_keep_values(text: str, axis: int, quantized: bool) -> 
 def test_row_slices_read_only_their_rows() -> None:
     source = Tensors()
     evaluate(sliced(Cast(Slice(Load("w"), 0, 10, 60), "bf16"), 0, 5, 9), source)
-    assert source.reads == [("w", 15, 19)]
+    evaluate(sliced(StoredTensor("q", "f8e4m3"), 0, 5, 9), source)
+    assert source.reads == [("w", 15, 19), ("q", 5, 9)]
+
+
+def test_a_stored_tensor_of_another_dtype_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'w' is stored as float32"):
+        evaluate(StoredTensor("w", "f8e4m3"), Tensors())
 
 
 def test_fp8_is_close_saturates_and_survives_zero_rows() -> None:

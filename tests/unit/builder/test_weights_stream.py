@@ -15,7 +15,7 @@ from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.placement import ALIGN, Stored, place, stored_form
-from llmc.builder.weights.recipe import Buffer, Load, evaluate, infer, parse
+from llmc.builder.weights.recipe import Leaf, evaluate, infer, parse
 from llmc.builder.weights.stream import BLOCK, KEPT, rows, write_weights
 
 F8 = NUMPY_DTYPES["f8e4m3"]
@@ -30,9 +30,10 @@ class Tensors:
                   "e": (5, 24, 20)}  # fmt: skip
         self.values = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
         self.values["a"][7] = 0
+        self.values["q"] = quantize_fp8(self.values["b"], 0.25)
         self.elements = 0
 
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return self.values[leaf.name].shape
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
@@ -40,6 +41,8 @@ class Tensors:
         part = value[start:stop] if value.ndim else value
         self.elements += part.size
         return part
+
+    stored = read
 
     def buffer(self, name: str) -> np.ndarray:
         return self.values[name]
@@ -58,6 +61,9 @@ RECIPES = [
     "fp8(load('a'), fp8_scale(load('a')))",
     "fp8(slice(load('a'), 1, 0, 16), fp8_scale(load('a')))",
     "fp8_scale(concat(0, load('a'), load('b')))",
+    "panels(concat(0, stored('q', 'f8e4m3'), slice(stored('q', 'f8e4m3'), 0, 3, 90)), 64)",
+    "slice(stored('q', 'f8e4m3'), 1, 8, 40)",
+    "panels_gated(slice(stored('q', 'f8e4m3'), 0, 2, 130), 64)",
     "pad(load('b'), 0, 140)",
     "panels(load('b'), 64)",
     "panels(cast(load('a'), 'bf16'), 64)",
@@ -105,6 +111,14 @@ def test_only_the_rows_that_are_needed_are_read_and_each_once() -> None:
     (member,), _ = place([stored])
     write_weights(member, source, io.BytesIO())
     assert source.elements == 64 * 48
+
+
+def test_a_stored_byte_that_is_no_number_is_refused_by_name() -> None:
+    source = Tensors()
+    source.values["q"].view(np.uint8)[5, 6] = 0xFF
+    (member,), _ = place([[Stored("stored('q', 'f8e4m3')", TensorType("f8e4m3", (130, 48)), "")]])
+    with pytest.raises(CheckpointError, match="tensor 'q' holds NaN or infinity"):
+        write_weights(member, source, io.BytesIO())
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -186,12 +200,15 @@ def test_fp8_bytes_stand_in_the_decoders_order() -> None:
 class Endless:
     """A tensor of 400 MB as float32, made as it is read."""
 
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return (100_000, 1000)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         first, last, _ = slice(start, stop).indices(100_000)
         return np.full((last - first, 1000), 0.5, np.float32)
+
+    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        raise KeyError(name)
 
     def buffer(self, name: str) -> np.ndarray:
         raise KeyError(name)

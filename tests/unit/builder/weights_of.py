@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.builder.weights.recipe import Buffer, Load, evaluate, parse
+from llmc.builder.weights.recipe import Buffer, Leaf, evaluate, parse
 
 
 class Tensors:
@@ -17,12 +17,14 @@ class Tensors:
     def __init__(self, tensors: Mapping[str, np.ndarray], buffers: Mapping[str, np.ndarray]) -> None:
         self.tensors, self.buffers = tensors, buffers
 
-    def shape(self, leaf: Load | Buffer) -> tuple[int, ...]:
-        return (self.tensors if isinstance(leaf, Load) else self.buffers)[leaf.name].shape
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        return (self.buffers if isinstance(leaf, Buffer) else self.tensors)[leaf.name].shape
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         value = self.tensors[name]
         return value[start:stop] if value.ndim else value
+
+    stored = read
 
     def buffer(self, name: str) -> np.ndarray:
         return self.buffers[name]

@@ -68,8 +68,8 @@ CASES = [
     Case(40, 2 * 45, 7, 3, "f32", attrs={"gated": True, "expr": SWIGLU}),
     Case(130, 96, 4, 1, "bf16", attrs={"bias": True, "expr": "square(relu(i0))"}),
     Case(45, 72, 7, 3, "bf16", True, {"combine": True}),
-    Case(64, 2 * 70, 6, 2, "f8e4m3", attrs={"x_dynamic": True, "gated": True, "bias": True, "expr": CLAMPED}),
-    Case(70, 64, 6, 2, "f8e4m3", True, {"x_dynamic": True, "combine": True, "bias": True}),
+    Case(64, 2 * 70, 6, 2, "f8e4m3", attrs={"x_per_token": True, "gated": True, "bias": True, "expr": CLAMPED}),
+    Case(70, 64, 6, 2, "f8e4m3", True, {"x_per_token": True, "combine": True, "bias": True}),
     Case(300, 130, 3, 2, "f8e4m3", True, {"x_scale": 0.02, "combine": True}),
     Case(70, 40, 4, 2, "f32", True, {"combine": True, "all_reduce": True}),
 ]

@@ -59,10 +59,10 @@ CASES = [
     Case(300, 64, "bf16", attrs={"bias": True, "epilogue": "gelu"}),
     Case(65, 130, "bf16", attrs={"epilogue": "gelu_tanh_gate"}),
     Case(576, 192, "f8e4m3", attrs={"x_scale": 0.02}),
-    Case(129, 200, "f8e4m3", attrs={"x_dynamic": True, "bias": True, "epilogue": "relu"}),
+    Case(129, 200, "f8e4m3", attrs={"x_per_token": True, "bias": True, "epilogue": "relu"}),
     Case(100, 150, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "epilogue": "silu_gate"}),
-    Case(1, 2, "f8e4m3", attrs={"x_dynamic": True, "epilogue": "gelu_gate"}),
-    Case(300, 100, "f8e4m3", 40, {"x_dynamic": True, "epilogue": "silu"}),
+    Case(1, 2, "f8e4m3", attrs={"x_per_token": True, "epilogue": "gelu_gate"}),
+    Case(300, 100, "f8e4m3", 40, {"x_per_token": True, "epilogue": "silu"}),
     Case(64, 64, "f8e4m3", attrs={"x_scale": 0.37}),
     Case(70, 96, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "all_reduce": True}),
 ]
