@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Answer one prompt or chat on the terminal.",
     "serve": "Serve a plan over HTTP, as OpenAI's API.",
     "bench": "Measure a plan's speed.",
+    "models": "Show which model types compile, and why others do not.",
 }
 
 

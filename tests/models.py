@@ -1,9 +1,8 @@
-"""Tiny random Hugging Face models of every family that the compiler is tested with, and checkpoints made from them.
+"""Tiny random Hugging Face models of the families that most tests use, and checkpoints made from them.
 
 `FAMILIES` names them; `tiny_config`, `tiny_model` and `save_checkpoint` take a name and overrides of config fields.
-Sizes are odd on purpose: heads that do not divide evenly over two ranks, head dimensions beside the vector width, a
-sliding window shorter than the prompts of the tests. Weights are scaled by fan-in, so that activations are neither tiny
-nor saturated and each bias, norm weight and softcap changes the logits.
+Where `llmc.tiny` shrinks the config of any model, the sizes here are chosen: heads that do not divide evenly over two
+ranks, head dimensions beside the vector width, a sliding window shorter than the prompts of the tests.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
-from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-VOCAB = 300
-#: Tokens that mistral and, in every other layer, gemma2 see.
-WINDOW = 8
-BOS, EOS, PAD = 0, 1, 2
+from llmc.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB, WINDOW, random_model, save_tiny, tiny_tokenizer
+
+__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "FAMILIES", "PAD", "VOCAB", "WINDOW", "save_checkpoint", "tiny_config",
+           "tiny_model", "tiny_tokenizer"]  # fmt: skip
 
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -49,14 +46,6 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-_SPECIAL = ("<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>")
-_TEXT = ("the quick brown fox jumps over the lazy dog and then there are other things that the fox thinks of, "
-         "one of them being the weather in the other valley where it would rather be with another brother")  # fmt: skip
-
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """The config of a family's tiny model; `overrides` are fields of its Hugging Face config."""
@@ -65,43 +54,7 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The family's tiny model in float32 and evaluation mode; the same arguments give the same weights."""
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * _spread(model, name, parameter))
-            elif name.endswith("bias"):
-                parameter.copy_(noise * 0.2)
-            else:  # a norm's weight, around 1 or, where the model adds that itself, around 0
-                parameter.copy_(parameter.mean().round() + noise * 0.2)
-    return model.eval()
-
-
-def _spread(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> float:
-    """Standard deviation of a matrix: by fan-in; an embedding's 1, less where it is the output matrix as well."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(owner, torch.nn.Embedding):
-        return 0.2 if model.config.tie_word_embeddings else 1.0
-    fan_in = parameter.shape[1] if isinstance(owner, torch.nn.Linear) else parameter.shape[0]
-    return fan_in**-0.5
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of VOCAB tokens: ids 0..5 are special, any text encodes; it puts BOS first."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=list(_SPECIAL), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    tokenizer.train_from_iterator([_TEXT], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", BOS)])
-    if tokenizer.get_vocab_size() != VOCAB:
-        raise AssertionError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCAB}: give it more text")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return random_model(tiny_config(family, **overrides), seed)
 
 
 def save_checkpoint(
@@ -119,9 +72,5 @@ def save_checkpoint(
     `model` takes the place of `tiny_model(family, seed, **overrides)` and is converted to `dtype` in place; a small
     `max_shard_size` such as "50KB" gives several files.
     """
-    directory = Path(directory)
     model = tiny_model(family, seed, **overrides) if model is None else model
-    model.generation_config.update(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
+    return save_tiny(Path(directory), model, dtype, max_shard_size)
