@@ -23,6 +23,7 @@ from llmc.builder.ir import Graph
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fold_positions import fold_positions
 from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
@@ -49,6 +50,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
     return [
         canonicalize,
         fold_weights,
+        fold_positions,
         partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations)),
         split_packed,
         fold_activations,

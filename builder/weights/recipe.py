@@ -11,6 +11,7 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
     every(r, axis, start, step) entries start, start + step, ... of an axis
     swap(r, a, b)               axes a and b exchanged; transpose(r) is swap(r, 0, 1) of a matrix
+    runs(r, start, count, width, stride)  `count` runs of `width` rows, whose first rows lie `stride` apart
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
     fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
     pad(r, axis, n)             zeros behind, until the axis has n entries
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,6 +106,19 @@ class Every(Recipe):
     axis: int
     start: int
     step: int
+
+
+@dataclass(frozen=True)
+class Runs(Recipe):
+    """`count` runs of `width` rows (axis 0), the first from row `start` on, each `stride` rows behind the last one's
+    start: the query rows of a projection that holds query, key and value rows of one head after another.
+    """
+
+    source: Recipe
+    start: int
+    count: int
+    width: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -203,6 +217,7 @@ _CLASSES: dict[str, type[Recipe]] = {
     "buffer": Buffer,
     "slice": Slice,
     "every": Every,
+    "runs": Runs,
     "concat": Concat,
     "transpose": Transpose,
     "swap": Swap,
@@ -282,6 +297,13 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
     match recipe:
         case Slice(source, inner, begin, _) if inner == axis:
             return sliced(source, axis, begin + start, begin + stop, rank)
+        case Runs(source, begin, _, width, stride) if axis == 0 and start % width == 0 and stop % width == 0:
+            first, count = start // width, (stop - start) // width
+            if count == 1:
+                return sliced(source, 0, begin + first * stride, begin + first * stride + width, rank)
+            return Runs(source, begin + first * stride, count, width, stride)
+        case Runs() if axis > 0:
+            return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop, rank))
         case Cast() | Add() | Mul():
             return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop, rank))
         case Transpose(source):
@@ -294,6 +316,41 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
         case Fp8Scale(source) if axis < rank - 1:
             return Fp8Scale(sliced(source, axis, start, stop, rank))
     return Slice(recipe, axis, start, stop)
+
+
+def picked(recipe: Recipe, rows: Sequence[int]) -> Recipe:
+    """Those rows (axis 0) of a recipe, in that order: a slice, runs, or a concatenation of them. FP8 rows keep the
+    scales that they have.
+    """
+    match recipe:
+        case Cast() | Add() | Mul() | Fp8Scale():
+            return dataclasses.replace(recipe, source=picked(recipe.source, rows))
+        case Fp8(source, scale):
+            return Fp8(picked(source, rows), picked(scale, rows))
+    parts = [
+        sliced(recipe, 0, start, start + width) if count == 1 else Runs(recipe, start, count, width, stride)
+        for start, count, width, stride in _regular(rows)
+    ]
+    return parts[0] if len(parts) == 1 else Concat(0, tuple(parts))
+
+
+def _regular(rows: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(start, count, width, stride) of the fewest regular groups, taken greedily, that the rows follow."""
+    stretches: list[list[int]] = []
+    for row in rows:
+        if stretches and row == sum(stretches[-1]):
+            stretches[-1][1] += 1
+        else:
+            stretches.append([row, 1])
+    groups: list[tuple[int, int, int, int]] = []
+    for start, width in stretches:
+        first, count, same, stride = groups[-1] if groups else (0, 0, 0, 0)
+        step = start - first if count == 1 else stride
+        if count and width == same and step >= width and start == first + count * step:
+            groups[-1] = (first, count + 1, width, step)
+        else:
+            groups.append((start, 1, width, width))
+    return groups
 
 
 def _fail(recipe: Recipe, reason: str) -> RecipeError:
@@ -320,6 +377,10 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
             if not all(0 <= axis < len(shape) for axis in (a, b)):
                 raise _fail(recipe, f"{source} has no axes {a} and {b}")
             shape[a], shape[b] = shape[b], shape[a]
+        case Runs(_, start, count, width, stride):
+            if start < 0 or not 0 < width <= stride or count < 1 or start + (count - 1) * stride + width > shape[0]:
+                raise _fail(recipe, f"{source} has no such rows")
+            shape[0] = count * width
         case Concat(axis, _):
             for other in types[1:]:
                 if other.dtype != source.dtype or _without(other.shape, axis) != _without(source.shape, axis):
@@ -396,6 +457,9 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
             return value[(slice(None),) * axis + (slice(start, None, step),)]
         case Swap(_, a, b):
             return value.swapaxes(a, b)
+        case Runs(_, start, count, width, stride):
+            first = start + stride * np.arange(count)
+            return value[(first[:, None] + np.arange(width)).reshape(-1)]
         case Concat(axis, _):
             return np.concatenate(values, axis)
         case Transpose():

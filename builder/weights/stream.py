@@ -34,6 +34,7 @@ from llmc.builder.weights.recipe import (
     Panels,
     PanelsGated,
     Recipe,
+    Runs,
     Slice,
     Source,
     Swap,
@@ -120,6 +121,8 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
     match recipe:
         case Slice(inner, 0, begin, _):
             return rows(inner, begin + start, begin + stop, source)
+        case Runs():
+            return _run_rows(recipe, start, stop, source)
         case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _) | Fp8Scale(inner):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Every(inner, axis, _, _) if axis > 0:
@@ -133,6 +136,16 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
         case Concat(axis, sources):
             return Concat(axis, tuple(rows(inner, start, stop, source) for inner in sources))
     return Slice(recipe, 0, start, stop)
+
+
+def _run_rows(recipe: Runs, start: int, stop: int, source: Shaped) -> Recipe:
+    """A piece of each run that the rows lie in."""
+    parts = []
+    for run in range(start // recipe.width, -(-stop // recipe.width)):
+        begin = recipe.start + run * recipe.stride
+        low, high = max(start - run * recipe.width, 0), min(stop - run * recipe.width, recipe.width)
+        parts.append(rows(recipe.source, begin + low, begin + high, source))
+    return parts[0] if len(parts) == 1 else Concat(0, tuple(parts))
 
 
 def _concat_rows(sources: tuple[Recipe, ...], start: int, stop: int, source: Shaped) -> Recipe:

@@ -14,6 +14,7 @@ from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fold_positions import fold_positions
 from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
@@ -43,6 +44,7 @@ _PLAIN = (
     canonicalize,
     check_lowerable,
     fold_activations,
+    fold_positions,
     fold_weights,
     fuse_activation,
     fuse_attention,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,12 +19,14 @@ from llmc.builder.weights.recipe import (
     Mul,
     Recipe,
     RecipeError,
+    Runs,
     Slice,
     StoredTensor,
     Transpose,
     evaluate,
     infer,
     parse,
+    picked,
     sliced,
 )
 
@@ -59,6 +63,7 @@ TEXTS = [
     "panels(concat(0, stored('q', 'f8e4m3'), stored('q', 'f8e4m3')), 64)",
     "buffer('model.rotary_emb.inv_freq')",
     "slice(load('w'), 0, 8, 24)",
+    "runs(load('w'), 8, 3, 4, 20)",
     "concat(0, load('w'), load('v'))",
     "transpose(load('w'))",
     "every(load('w'), 0, 1, 2)",
@@ -116,6 +121,8 @@ def test_bad_text_is_refused(text: str, reason: str) -> None:
         "every(load('w'), 0, 80, 2)",
         "swap(load('w'), 0, 2)",
         "panels_gated(slice(load('experts'), 1, 0, 3), 64)",
+        "runs(load('w'), 8, 4, 4, 24)",
+        "runs(load('w'), 0, 4, 6, 4)",
     ],
 )
 def test_types_that_do_not_fit_are_refused(text: str) -> None:
@@ -139,6 +146,7 @@ def _fp8(source: Recipe) -> Fp8:
         Slice(Load("w"), 0, 4, 70),
         Concat(0, (Load("w"), Load("v"))),
         StoredTensor("q", "f8e4m3"),
+        Runs(Load("w"), 3, 4, 5, 19),
         _fp8(Transpose(Load("w"))),
     ],
 )
@@ -156,6 +164,29 @@ def test_slices_of_stacks_keep_values(text: str, axis: int, quantized: bool) -> 
     whole = evaluate(recipe, Tensors())
     part = evaluate(sliced(recipe, axis, 1, 3, rank=3), Tensors())
     np.testing.assert_array_equal(part, whole[(slice(None),) * axis + (slice(1, 3),)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (range(8, 24), "slice(load('w'), 0, 8, 24)"),
+        ([*range(4, 8), *range(24, 28), *range(44, 48)], "runs(load('w'), 4, 3, 4, 20)"),
+        (range(1, 80, 2), "runs(load('w'), 1, 40, 1, 2)"),
+        ([40, 41, 2, 3], "concat(0, slice(load('w'), 0, 40, 42), slice(load('w'), 0, 2, 4))"),
+    ],
+)
+def test_rows_are_picked_in_the_shortest_way(rows: Sequence[int], text: str) -> None:
+    assert str(picked(Load("w"), rows)) == text
+    np.testing.assert_array_equal(evaluate(picked(Load("w"), rows), Tensors()), TENSORS["w"][list(rows)])
+    np.testing.assert_array_equal(
+        evaluate(picked(_fp8(Load("w")), rows), Tensors()), evaluate(_fp8(Load("w")), Tensors())[list(rows)]
+    )
+
+
+def test_runs_are_cut_at_their_borders_without_reading_more() -> None:
+    runs = Runs(Load("w"), 4, 3, 4, 20)
+    assert str(sliced(runs, 0, 4, 12)) == "runs(load('w'), 24, 2, 4, 20)"
+    assert str(sliced(runs, 0, 4, 8)) == "slice(load('w'), 0, 24, 28)"
 
 
 def test_row_slices_read_only_their_rows() -> None:

@@ -56,6 +56,8 @@ RECIPES = [
     "add(mul(load('v'), 0.5), 1.0)",
     "transpose(load('t'))",
     "slice(slice(load('a'), 1, 8, 40), 0, 3, 170)",
+    "runs(load('a'), 4, 9, 7, 21)",
+    "panels(fp8(runs(load('b'), 2, 5, 16, 24), fp8_scale(runs(load('b'), 2, 5, 16, 24))), 64)",
     "concat(0, load('a'), slice(load('b'), 0, 1, 129), load('c'))",
     "concat(1, load('a'), load('c'))",
     "fp8(load('a'), fp8_scale(load('a')))",
