@@ -4,21 +4,30 @@ Comes in: a `Checkpoint`. Goes out: the stock torch module with the checkpoint's
 Must not know: graphs, plans, kernels.
 
 The weights come through `Checkpoint.read`, not `from_pretrained`: the same bytes that the engine is built from, and a
-GGUF loads in seconds instead of minutes.
+GGUF loads in seconds instead of minutes. A model beyond `RESIDENT` bytes is never in memory: its large weights are read
+whenever their module runs, so a pass takes as many tokens as its activations allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
+
+#: Bytes of all weights at float32 up to which they stay in memory.
+RESIDENT = 1 << 30
+#: Elements up to which a weight stays in memory in any case: norms, biases, small convolutions.
+_SMALL = 1 << 18
+#: Bytes that the activations of one pass may take, roughly.
+_PASS = 256 << 20
 
 
 def build_model(checkpoint: Checkpoint, device: str) -> Any:
@@ -45,37 +54,105 @@ def parameter_names(model: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
-def load_reference(checkpoint: Checkpoint) -> Any:
-    """The torch module with the checkpoint's weights as float32; raises CheckpointError for what does not fit."""
-    import torch
+def load_reference(checkpoint: Checkpoint, resident: int = RESIDENT) -> Any:
+    """The torch module with the checkpoint's weights as float32; raises CheckpointError for what does not fit.
 
-    model = build_model(checkpoint, "cpu")
-    parameters = {
-        next(filter(checkpoint.holds, names), names[0]): model.get_parameter(names[0])
-        for names in dict.fromkeys(parameter_names(model).values())
-    }
-    checkpoint.check((name, tuple(p.shape)) for name, p in parameters.items())
+    Where all weights together take more than `resident` bytes, the large ones are read as the model runs.
+    """
+    import torch
+    from torch import nn
+
+    from llmc.builder.streamed import read_float32, stream_parameters
+
+    with _parameters_on_meta():
+        model = build_model(checkpoint, "cpu")
+    groups = list(dict.fromkeys(parameter_names(model).values()))
+    stored = {names: next(filter(checkpoint.holds, names), names[0]) for names in groups}
+    sizes = {names: model.get_parameter(names[0]).numel() for names in groups}
+    checkpoint.check((stored[names], tuple(model.get_parameter(names[0]).shape)) for names in groups)
+    streamed = 4 * sum(sizes.values()) > resident
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            value = checkpoint.read(name)
-            if not np.issubdtype(value.dtype, np.floating) and value.dtype.kind != "V":
-                raise CheckpointError(
-                    f"{checkpoint.path}: tensor {name!r} has dtype {value.dtype}, a float is expected"
-                )
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
+        for names in groups:
+            if streamed and sizes[names] > _SMALL:
+                continue
+            value = nn.Parameter(read_float32(checkpoint, stored[names]), requires_grad=False)
+            for name in names:
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._parameters[leaf] = value
+    stream_parameters(model, checkpoint, {name: stored[names] for names in groups for name in names})
     return model.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside keep their buffers, which they compute, and get parameters without memory."""
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def without_memory(module: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is tied stays the same object
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def pass_tokens(model: Any) -> int:
+    """How many tokens one pass of the model may run at once: its widest values, logits mostly, take the memory."""
+    widest = max(max(p.shape) for p in model.parameters() if p.dim() > 1)
+    return max(_PASS // (8 * widest), 1)
 
 
 def logits(model: Any, ids: Sequence[int]) -> np.ndarray:
     """f32[T, V]: the logits behind each of the T tokens."""
+    return next(batch_logits(model, [ids]))
+
+
+def batch_logits(model: Any, batch: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
+    """f32[T, V] for each of the lists of ids, in order: as many lists at once as `pass_tokens` allows, so that weights
+    that are read from the checkpoint are read as seldom as that. Lists of one pass are padded behind their end, which
+    causal models do not look at.
+    """
     import torch
 
-    with torch.inference_mode():
-        return model(torch.tensor([list(ids)]), use_cache=False).logits[0].float().numpy()
+    at, most = 0, pass_tokens(model)
+    while at < len(batch):
+        count, longest = 1, len(batch[at])
+        while at + count < len(batch) and max(longest, len(batch[at + count])) * (count + 1) <= most:
+            longest = max(longest, len(batch[at + count]))
+            count += 1
+        rows = torch.zeros((count, longest), dtype=torch.long)
+        for row, ids in zip(rows, batch[at : at + count], strict=True):
+            row[: len(ids)] = torch.tensor(list(ids))
+        with torch.inference_mode():
+            out = model(rows, use_cache=False).logits
+        for values, ids in zip(out, batch[at : at + count], strict=True):
+            yield values[: len(ids)].float().numpy()
+        at += count
+
+
+def forced(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What the model would say in the place of each token of `answers`, given the prompt and the answer before it.
+
+    One pass instead of one a token. An answer is the model's own greedy one exactly where this returns it unchanged.
+    """
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        values[len(prompt) - 1 : len(ids) - 1].argmax(-1).tolist()
+        for values, prompt, ids in zip(batch_logits(model, texts), prompts, texts, strict=True)
+    ]
 
 
 def greedy(model: Any, ids: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens that follow, each the first with the highest logit; it does not stop at an end token."""
+    """The `count` tokens that follow, each the first with the highest logit; it does not stop at an end token.
+
+    One pass a token: for machines that cannot run the engine, whose answers `forced` checks in one.
+    """
     import torch
 
     tokens: list[int] = []

@@ -1,0 +1,142 @@
+"""A torch model whose large weights stay in the checkpoint: each is read when its module runs, and dropped after.
+
+Comes in: a model with parameters on "meta", a `Checkpoint`, the tensor that each parameter is stored as. Goes out: the
+same model, which runs (forward and backward) in the memory of its activations and a few blocks of weights. Must not
+know: families, graphs, what the model is run for.
+
+An embedding reads only the rows that are looked up, a linear layer multiplies by blocks of its rows; any other module
+has its parameters read whole before its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from llmc.artifacts.errors import CheckpointError
+from llmc.builder.checkpoint import Checkpoint
+
+#: Bytes of float32 that a linear layer reads at once.
+BLOCK = 64 << 20
+
+
+def read_float32(checkpoint: Checkpoint, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+    """Rows start:stop of a stored tensor as float32. Raises CheckpointError for one that holds whole numbers."""
+    value = checkpoint.read(name, start, stop)
+    if not np.issubdtype(value.dtype, np.floating) and value.dtype.kind != "V":
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} has dtype {value.dtype}, a float is expected")
+    if value.dtype.name == "bfloat16":  # torch converts it, and on all cores
+        return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(np.ascontiguousarray(value, np.float32))
+
+
+def stream_parameters(model: nn.Module, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+    """Makes every module with parameters on "meta" read them from the checkpoint; `stored` names each one's tensor."""
+    for path, module in model.named_modules():
+        own = {leaf: stored[f"{path}.{leaf}" if path else leaf] for leaf in _unread(module)}
+        if not own:
+            continue
+        base = next((cls for kind, cls in _STREAMED.items() if isinstance(module, kind)), None)
+        if base is not None and list(own) == ["weight"]:
+            # Behind the module's own class: a subclass that scales or shifts calls the streamed forward with super().
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (base,) if kind in _STREAMED else (kind, base), {})
+            module._llmc_read = _Rows(checkpoint, own["weight"])
+        else:
+            module.register_forward_pre_hook(_Loader(checkpoint, own))
+            module.register_forward_hook(_drop(tuple(own)), always_call=True)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """f32[N, K]: the whole weight of a linear module, streamed or not."""
+    rows = getattr(module, "_llmc_read", None)
+    if rows is not None:
+        return rows(None, None)
+    loader = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Loader)), None)
+    return module.get_parameter("weight") if loader is None else loader.read("weight")
+
+
+def _unread(module: nn.Module) -> list[str]:
+    return [leaf for leaf, p in module._parameters.items() if p is not None and p.is_meta]
+
+
+class _Rows:
+    """Reads rows of one tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self.checkpoint, self.name = checkpoint, name
+
+    def __call__(self, start: int | None, stop: int | None) -> torch.Tensor:
+        return read_float32(self.checkpoint, self.name, start, stop)
+
+
+class _Loader:
+    """A hook that reads parameters before a forward."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+        self.checkpoint, self.names = checkpoint, names
+
+    def read(self, leaf: str) -> torch.Tensor:
+        return read_float32(self.checkpoint, self.names[leaf])
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        for leaf in self.names:
+            module._parameters[leaf] = nn.Parameter(self.read(leaf), requires_grad=False)
+
+
+def _drop(leaves: tuple[str, ...]) -> Any:
+    def drop(module: nn.Module, *_: Any) -> None:
+        for leaf in leaves:
+            value = module._parameters[leaf]
+            if value is not None:
+                module._parameters[leaf] = nn.Parameter(value.to("meta"), requires_grad=False)
+
+    return drop
+
+
+class _StreamedEmbedding(nn.Embedding):
+    """Looks rows up in the checkpoint, each once."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        read: Any = self._llmc_read
+        wanted, places = torch.unique(ids, return_inverse=True)
+        rows = [read(row, row + 1) for row in wanted.tolist()]
+        return torch.cat(rows)[places]
+
+
+class _StreamedLinear(nn.Linear):
+    """Multiplies by blocks of rows; nothing of the weight is kept for the backward pass, which reads it again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Multiply.apply(x, self._llmc_read, self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, read: _Rows, outputs: int) -> torch.Tensor:
+        ctx.read, ctx.inputs = read, x.shape[-1]
+        y = x.new_empty((*x.shape[:-1], outputs))
+        for start, stop in _blocks(outputs, x.shape[-1]):
+            y[..., start:stop] = x @ read(start, stop).T
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        outputs = gradient.shape[-1]
+        x = gradient.new_zeros((*gradient.shape[:-1], ctx.inputs))
+        for start, stop in _blocks(outputs, ctx.inputs):
+            x += gradient[..., start:stop] @ ctx.read(start, stop)
+        return x, None, None
+
+
+def _blocks(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(BLOCK // (4 * columns), 1)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+_STREAMED: dict[type[nn.Module], type[nn.Module]] = {nn.Embedding: _StreamedEmbedding, nn.Linear: _StreamedLinear}
