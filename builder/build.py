@@ -20,8 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmc.artifacts import VERSION
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import CheckpointError
@@ -36,18 +34,19 @@ from llmc.builder.cpu.lower import lower
 from llmc.builder.cpu.program import Lowered, Program
 from llmc.builder.cpu.toolchain import find_compiler
 from llmc.builder.memory import MemoryPlan, memory_plan
-from llmc.builder.pipeline import Compiled, CompileOptions
+from llmc.builder.pipeline import Compiled, CompileOptions, Stage
 from llmc.builder.progress import Progress
 from llmc.builder.ranges import check_ranges
 from llmc.builder.report import BuildReport
 from llmc.builder.trace import Traced, trace
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.placement import Member
-from llmc.builder.weights.recipe import Buffer, Leaf, evaluate, parse
+from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
 from llmc.profiles import TargetDescription, load_profile, load_target
 
-__all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_plan", "dry_run"]
+__all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_plan", "dry_run", "run_stages"]
 
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
 ABI_VERSION = 1
@@ -73,6 +72,8 @@ class BuildOptions:
     cache: bool = True
 
 
+#: Is shown the graph as traced and after each pass.
+Watch = Callable[[Stage], None]
 #: Runs a sealed plan and returns sections to add to it (name -> bytes).
 SelfTest = Callable[[Path], Mapping[str, bytes]]
 
@@ -86,27 +87,6 @@ class _Front:
     lowered: Lowered
 
 
-class _Weights:
-    """Where recipes read: the checkpoint, and the constants that the traced model computed for itself."""
-
-    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray]) -> None:
-        self._checkpoint, self._buffers = checkpoint, buffers
-
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        if isinstance(leaf, Buffer):
-            return self._buffers[leaf.name].shape
-        return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
-
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        return self._checkpoint.read(name, start, stop)
-
-    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        return self._checkpoint.read(name, start, stop)
-
-    def buffer(self, name: str) -> np.ndarray:
-        return self._buffers[name]
-
-
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
     target = load_target(options.target)
@@ -117,6 +97,23 @@ def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     return memory_plan(front.lowered, checkpoint.name, options.precision)
 
 
+def run_stages(
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    table: CalibrationTable | None,
+    progress: Progress,
+    watch: Watch,
+    stop_after: str,
+) -> None:
+    """Traces the model and runs its passes up to `stop_after`, and nothing else. Raises LlmcError."""
+    with progress.stage("trace"):
+        traced = trace(checkpoint)
+    with progress.stage("passes"):
+        compile_options = _compile_options(checkpoint, options, table, traced)
+        for stage in pipeline.stages(traced.graph, compile_options, stop_after):
+            watch(stage)
+
+
 def compile_plan(
     checkpoint: Checkpoint,
     options: BuildOptions,
@@ -124,17 +121,19 @@ def compile_plan(
     out: Path,
     progress: Progress,
     self_test: SelfTest | None = None,
+    watch: Watch = lambda stage: None,
 ) -> BuildReport:
     """Writes the plan. `table` is needed for fp8 with static activations. `self_test` is given the sealed plan before
-    it stands at `out`. Raises LlmcError; nothing stands at `out` then that was not there before.
+    it stands at `out`; `watch` is shown what each pass makes. Raises LlmcError; nothing stands at `out` then that was
+    not there before.
     """
     target = load_target(options.target)
     profile = _profile(checkpoint, options, target)
     toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
     if table is not None:
         table.check(checkpoint.digest)
-    front = _front(checkpoint, options, table, profile, target, progress)
-    source = _Weights(checkpoint, front.traced.buffers)
+    front = _front(checkpoint, options, table, profile, target, progress, watch)
+    source = ModelWeights(checkpoint, front.traced.buffers)
     if table is not None:
         with progress.stage("ranges"):
             check_ranges(front.traced.graph, table, source)
@@ -172,25 +171,12 @@ def _front(
     profile: ShapeProfile,
     target: TargetDescription,
     progress: Progress,
+    watch: Watch = lambda stage: None,
 ) -> _Front:
     with progress.stage("trace"):
         traced = trace(checkpoint)
-    verifier = None
-    if options.verify_passes:
-        source = _Weights(checkpoint, traced.buffers)
-        verifier = Verifier(cache(lambda recipe: evaluate(parse(recipe), source)))
     with progress.stage("passes"):
-        compiled = pipeline.run(
-            traced.graph,
-            CompileOptions(
-                precision=options.precision,
-                kv_dtype=options.kv_dtype,
-                tp=options.tp,
-                table=table,
-                fp8_activations=options.fp8_activations,
-                verifier=verifier,
-            ),
-        )
+        compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, traced), watch)
     with progress.stage("lower"):
         lowered = lower(compiled.graphs, profile, target, compiled.kv_dtype, compiled.vocab)
     vocab_size = checkpoint.model_info().vocab_size
@@ -201,7 +187,24 @@ def _front(
     return _Front(traced, compiled, lowered)
 
 
-def _write_weights(writer: PlanWriter, front: _Front, source: _Weights, progress: Progress) -> None:
+def _compile_options(
+    checkpoint: Checkpoint, options: BuildOptions, table: CalibrationTable | None, traced: Traced
+) -> CompileOptions:
+    verifier = None
+    if options.verify_passes:
+        source = ModelWeights(checkpoint, traced.buffers)
+        verifier = Verifier(cache(lambda recipe: evaluate(parse(recipe), source)))
+    return CompileOptions(
+        precision=options.precision,
+        kv_dtype=options.kv_dtype,
+        tp=options.tp,
+        table=table,
+        fp8_activations=options.fp8_activations,
+        verifier=verifier,
+    )
+
+
+def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> None:
     members: dict[str, Member] = {f"weights/rank{p.rank}.bin": p.weights for p in front.lowered.programs}
     if front.lowered.shared.nbytes:
         members[SHARED] = front.lowered.shared

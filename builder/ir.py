@@ -10,7 +10,8 @@ Comes in: operators. Goes out: `Graph`, its text and back. Must not know: passes
     }
 
 Attribute values are Python literals (numbers, strings, tuples, None, True/False); `@path` is the module that a node
-came from. Values are single assignment, and nodes stand in an order in which every input precedes its use.
+came from. Values are single assignment, and nodes stand in an order in which every input precedes its use. A line that
+starts with `#` is a comment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,9 +139,15 @@ def _types(types: Iterable[TensorType]) -> str:
 
 def format_node(node: Node) -> str:
     """A node as one line of a graph's text."""
-    attrs = ", ".join(f"{f.name}={getattr(node.attrs, f.name)!r}" for f in dataclasses.fields(node.attrs))
+    attrs = ", ".join(f"{f.name}={_literal(getattr(node.attrs, f.name))}" for f in dataclasses.fields(node.attrs))
     text = f"%{', %'.join(node.outputs)}: {_types(node.types)} = {node.op}({', '.join('%' + i for i in node.inputs)})"
     return text + (f" {{{attrs}}}" if attrs else "") + (f" @{node.path}" if node.path else "")
+
+
+def _literal(value: Any) -> str:
+    """`repr`, but infinity as a number that overflows to it: `inf` is no literal."""
+    text = repr(value)
+    return re.sub(r"\binf\b", "1e999", text) if isinstance(value, float | tuple) else text
 
 
 _HEAD = re.compile(r"graph (\S+) rank=(\d+) tp=(\d+) \{")
@@ -149,10 +156,34 @@ _NODE = re.compile(r"(%[^:]+): (.+?) = (\w+)\(([^)]*)\)(?: \{(.*)\})?(?: @(\S+))
 
 def parse_graph(text: str, attrs_of: Callable[[str], type]) -> Graph:
     """The graph that `str(graph)` printed. `attrs_of(op)` gives an operator's attribute class; raises GraphError."""
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    head = _HEAD.fullmatch(lines[0][1]) if lines else None
-    if not head or lines[-1][1] != "}":
-        raise GraphError("line 1: a graph starts with 'graph NAME rank=N tp=N {' and ends with '}'")
+    graphs = parse_graphs(text, attrs_of)
+    if len(graphs) != 1:
+        raise GraphError(f"line 1: the text holds {len(graphs)} graphs, not one")
+    return graphs[0]
+
+
+def parse_graphs(text: str, attrs_of: Callable[[str], type]) -> tuple[Graph, ...]:
+    """The graphs of a text, one after the other (those of a model's ranks); raises GraphError with the line."""
+    graphs: list[Graph] = []
+    lines: list[tuple[int, str]] = []
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            lines.append((number, line))
+        if line == "}":
+            graphs.append(_parse_one(lines, attrs_of))
+            lines = []
+    if lines or not graphs:
+        raise GraphError(f"line {lines[0][0] if lines else 1}: {_FORM}")
+    return tuple(graphs)
+
+
+_FORM = "a graph starts with 'graph NAME rank=N tp=N {' and ends with '}'"
+
+
+def _parse_one(lines: Sequence[tuple[int, str]], attrs_of: Callable[[str], type]) -> Graph:
+    head = _HEAD.fullmatch(lines[0][1])
+    if not head:
+        raise GraphError(f"line {lines[0][0]}: {_FORM}")
     nodes, outputs = [], None
     for number, line in lines[1:-1]:
         if line.startswith("return "):
@@ -166,7 +197,7 @@ def parse_graph(text: str, attrs_of: Callable[[str], type]) -> Graph:
         except (ValueError, TypeError, KeyError, SyntaxError) as error:
             raise GraphError(f"line {number}: {error}") from error
     if outputs is None:
-        raise GraphError("the graph returns nothing: a 'return' line is missing")
+        raise GraphError(f"line {lines[-1][0]}: the graph returns nothing: a 'return' line is missing")
     return Graph(head[1], tuple(nodes), outputs, int(head[2]), int(head[3]))
 
 

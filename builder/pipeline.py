@@ -1,6 +1,7 @@
 """From the traced graph to one fused graph per rank: the list of passes, in the order in which they run.
 
-Comes in: a traced `Graph`, `CompileOptions`. Goes out: `Compiled`. Must not know: targets, files, tracing.
+Comes in: a traced `Graph`, `CompileOptions`. Goes out: `Compiled`, or stage by stage what each pass made. Must not
+know: targets, files, tracing.
 
 Order. Quantizing comes early, while every linear still has the module path that the calibration table names it by.
 Packed projections are split before attention and sharding look for heads. Norms, rotation and attention take their
@@ -11,7 +12,9 @@ pattern has claimed by then becomes generic elementwise code and copies. The sec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -42,7 +45,13 @@ from llmc.builder.passes.views import Launches, count_launches
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 
-Pass = Callable[[Graph], tuple[Graph, PassReport]]
+#: A graph in; out comes a graph (or one for each rank) and what was done.
+Pass = Callable[[Graph], tuple[Graph | tuple[Graph, ...], PassReport]]
+
+
+def all_passes(options: CompileOptions) -> list[Pass]:
+    """Every pass in order."""
+    return [*whole_passes(options), partial(shard, tp=options.tp), *RANK_PASSES]
 
 
 def whole_passes(options: CompileOptions) -> list[Pass]:
@@ -110,8 +119,97 @@ class Compiled:
     kv_dtype: str
 
 
-def run(graph: Graph, options: CompileOptions) -> Compiled:
-    """Runs the whole list. Raises UsageError, UnsupportedError (what stops it, by name) or the verifier's error."""
+def pass_name(step: Pass) -> str:
+    """The name that reports, dumps and the command line have for a pass: its function's."""
+    return step.func.__name__ if isinstance(step, partial) else step.__name__  # type: ignore[attr-defined]
+
+
+def pass_doc(step: Pass) -> str:
+    """What a pass does: the first sentence of its function's docstring."""
+    text = " ".join((inspect.getdoc(step.func if isinstance(step, partial) else step) or "").split())
+    return re.split(r"(?<=[.;]) ", text, maxsplit=1)[0].rstrip(";.")
+
+
+def by_name(options: CompileOptions) -> dict[str, Pass]:
+    """Each pass once, in the order of first use."""
+    return {pass_name(step): step for step in all_passes(options)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What pass `number` (from 1; 0 is what came in) made: one graph, or after sharding one for each rank; `report` is
+    rank 0's. Its `label` (`06-fuse_rms_norm`) names it alone, its `name` also other runs of the same pass.
+    """
+
+    number: int
+    name: str
+    graphs: tuple[Graph, ...]
+    report: PassReport | None
+
+    @property
+    def label(self) -> str:
+        """The name with the number before it, as dumps are sorted."""
+        return f"{self.number:02d}-{self.name}"
+
+
+def apply(step: Pass, graphs: Sequence[Graph]) -> tuple[tuple[Graph, ...], PassReport]:
+    """Runs a pass on each graph; the report is the first graph's. Raises UnsupportedError for what the pass refuses."""
+    try:
+        results = [step(graph) for graph in graphs]
+    except ValueError as error:  # GraphError, which names the node, or a recipe that does not fit
+        raise UnsupportedError(f"{graphs[0].name}, in pass {pass_name(step)}: {error}") from error
+    after = (made if isinstance(made, tuple) else (made,) for made, _ in results)
+    return tuple(graph for made in after for graph in made), results[0][1]
+
+
+def run_passes(graphs: Sequence[Graph], steps: Sequence[Pass], verifier: Verifier | None = None) -> Iterator[Stage]:
+    """The graphs as they came in, then what each pass made of them; passes run as they are asked for. Raises
+    UsageError, UnsupportedError (what stops it, by name) or the verifier's error.
+    """
+    stage = Stage(0, "trace", tuple(graphs), None)
+    yield stage
+    for number, step in enumerate(steps, 1):
+        before = stage.graphs
+        after, report = apply(step, before)
+        if verifier:
+            verifier.check(report.name, before, after)
+        stage = Stage(number, pass_name(step), after, report)
+        yield stage
+
+
+def stages(graph: Graph, options: CompileOptions, stop_after: str | None = None) -> Iterator[Stage]:
+    """`run_passes` with the whole list, or with its first part (see `passes_until`)."""
+    check_options(options)
+    return run_passes((graph,), passes_until(options, stop_after), options.verifier)
+
+
+def passes_until(options: CompileOptions, stop_after: str | None) -> list[Pass]:
+    """The passes up to `stop_after`: a stage's label, or a name, which means the first pass of that name; None: all.
+
+    Raises UsageError for what is no pass.
+    """
+    steps = all_passes(options)
+    if stop_after is None:
+        return steps
+    for number, step in enumerate(steps, 1):
+        if stop_after in (pass_name(step), f"{number:02d}-{pass_name(step)}"):
+            return steps[:number]
+    raise UsageError(f"{stop_after!r} is no pass; they are {', '.join(by_name(options))}")
+
+
+def run(graph: Graph, options: CompileOptions, watch: Callable[[Stage], None] = lambda stage: None) -> Compiled:
+    """Runs the whole list and shows every stage to `watch`. Raises what `stages` raises."""
+    reports = []
+    for stage in stages(graph, options):
+        watch(stage)
+        reports += [stage.report] if stage.report else []
+    graphs = stage.graphs
+    kv_dtype = options.kv_dtype or ("f32" if options.precision == "fp32" else "bf16")
+    return Compiled(graphs, tuple(reports), tuple(map(count_launches, graphs)), _vocab(graph, graphs), kv_dtype)
+
+
+def check_options(options: CompileOptions) -> None:
+    """Raises UsageError for options that do not exist, with the names of those that do."""
     if options.precision not in PRECISIONS:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
     if options.fp8_activations not in ("token", "static"):
@@ -120,28 +218,6 @@ def run(graph: Graph, options: CompileOptions) -> Compiled:
         raise UsageError(f"kv dtype {options.kv_dtype!r} is neither f32 nor bf16")
     if options.tp < 1:
         raise UsageError(f"tp {options.tp} is less than 1")
-    reports: list[PassReport] = []
-    graphs: tuple[Graph, ...] = (graph,)
-
-    def finished(result: PassReport, after: tuple[Graph, ...]) -> tuple[Graph, ...]:
-        reports.append(result)
-        if options.verifier:
-            options.verifier.check(result.name, graphs, after)
-        return after
-
-    try:
-        for step in whole_passes(options):
-            after, result = step(graphs[0])
-            graphs = finished(result, (after,))
-        ranks, result = shard(graphs[0], options.tp)
-        graphs = finished(result, ranks)
-        for step in RANK_PASSES:
-            results = [step(g) for g in graphs]
-            graphs = finished(results[0][1], tuple(after for after, _ in results))
-    except ValueError as error:  # GraphError, which names the node, or a recipe that does not fit
-        raise UnsupportedError(f"{graph.name}, after {len(reports)} passes: {error}") from error
-    kv_dtype = options.kv_dtype or ("f32" if options.precision == "fp32" else "bf16")
-    return Compiled(graphs, tuple(reports), tuple(map(count_launches, graphs)), _vocab(graph, graphs), kv_dtype)
 
 
 def _vocab(traced: Graph, graphs: Sequence[Graph]) -> tuple[tuple[int, int], ...]:

@@ -1,15 +1,16 @@
-"""Checks passes: runs a graph before and after in the interpreter, on a small ragged batch, and compares the logits.
+"""Checks passes: interprets a graph before and after, on a small ragged batch, and compares what it returns.
 
 Comes in: graphs (one, or one per rank) and the weights. Goes out: nothing, or VerifyError with pass and deviation. Must
 not know: what a pass does. On in tests; `llmc build --verify-passes` for users.
 
 The batch has two steps: three prompts of different length; then a decode of two of them, a further chunk of the third
-and a prompt that joins, so that the paged cache is read across blocks that do not lie side by side.
+and a prompt that joins, so that the paged cache is read across blocks that do not lie side by side. A graph need not be
+a whole model: inputs that are none of a step's arrays get random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,16 +48,17 @@ class Verifier:
 
     def __post_init__(self) -> None:
         self.deviations: list[tuple[str, float]] = []
-        self._last: tuple[tuple[Graph, ...], np.ndarray] | None = None
+        self._last: tuple[tuple[Graph, ...], list[np.ndarray]] | None = None
 
     def check(self, name: str, before: Sequence[Graph], after: Sequence[Graph]) -> None:
-        """Raises VerifyError where the logits of `after` deviate from those of `before` by more than the bound."""
+        """Raises VerifyError where a value that `after` returns deviates from that of `before` beyond the bound."""
         if tuple(before) == tuple(after):
             return
-        wanted, got = self.logits(before), self.logits(after)
-        if wanted.shape != got.shape:
-            raise VerifyError(f"pass {name}: logits of shape {got.shape} instead of {wanted.shape}")
-        deviation = rms(got - wanted) / max(rms(wanted), 1e-30)
+        wanted, got = self.results(before), self.results(after)
+        shapes, found = [value.shape for value in wanted], [value.shape for value in got]
+        if shapes != found:
+            raise VerifyError(f"pass {name}: returns shapes {found} instead of {shapes}")
+        deviation = max(rms(mine - theirs) / max(rms(theirs), 1e-30) for mine, theirs in zip(got, wanted, strict=True))
         self.deviations.append((name, deviation))
         bound = _bound(before, after)
         if not deviation <= bound:
@@ -65,13 +67,13 @@ class Verifier:
                 f"at most {bound:.3g} is rounding; this is a defect of llmc, please report it with the model's config"
             )
 
-    def logits(self, graphs: Sequence[Graph]) -> np.ndarray:
-        """The logits of all steps' rows, over the whole vocabulary: f32[rows, V]."""
+    def results(self, graphs: Sequence[Graph]) -> list[np.ndarray]:
+        """What the graph returns (a model: the logits of all steps' rows, over the whole vocabulary, f32[rows, V])."""
         if self._last and self._last[0] == tuple(graphs):
             return self._last[1]
-        result = run_steps(graphs, self.params, self.seed)
-        self._last = (tuple(graphs), result)
-        return result
+        results = run_steps(graphs, self.params, self.seed)
+        self._last = (tuple(graphs), results)
+        return results
 
 
 def rms(values: np.ndarray) -> float:
@@ -93,36 +95,44 @@ def _bound(before: Sequence[Graph], after: Sequence[Graph]) -> float:
     return FP8_SHARDED if per_token and len(before) != len(after) else FP8
 
 
-def run_steps(graphs: Sequence[Graph], params: Callable[[str], np.ndarray], seed: int = 0) -> np.ndarray:
-    """The logits f32[rows, V] of the two-step ragged batch, the ranks' columns joined. The seed chooses the tokens."""
+def run_steps(graphs: Sequence[Graph], params: Callable[[str], np.ndarray], seed: int = 0) -> list[np.ndarray]:
+    """Each returned value of the two-step ragged batch as f32[rows, columns], the ranks' columns joined. The seed
+    chooses tokens and inputs.
+    """
     rng = np.random.default_rng(seed)
     batches = [Batch(graph, _CAPACITIES, seed=seed) for graph in graphs]
-    rows: list[np.ndarray] = []
+    steps: list[list[np.ndarray]] = []
     for counts in _STEPS:
         tokens = [rng.integers(0, _vocabulary(graphs[0]), count).tolist() for count in counts]
-        inputs, contexts = [], []
-        for batch in batches:
-            arrays, context = batch.step(tokens)
-            inputs.append(arrays)
-            contexts.append(context)
-        shards = [
-            outputs[0].reshape(-1, outputs[0].shape[-1]) for outputs in run_ranks(graphs, inputs[0], contexts, params)
-        ]
-        rows.append(shards[0] if _whole_head(graphs) else np.concatenate(shards, axis=-1))
-    return np.concatenate(rows)
+        prepared = [batch.step(tokens) for batch in batches]
+        inputs = {**_others(graphs[0], prepared[0][0], rng), **prepared[0][0]}
+        ranks = run_ranks(graphs, inputs, [context for _, context in prepared], params)
+        steps.append(
+            [_joined([value.reshape(-1, value.shape[-1]) for value in every]) for every in zip(*ranks, strict=True)]
+        )
+    return [np.concatenate(values) for values in zip(*steps, strict=True)]
 
 
-def _whole_head(graphs: Sequence[Graph]) -> bool:
-    """Whether every rank returns the whole vocabulary: then all ranks run the head with one and the same weight."""
-    return all(size_of(g.types()[g.outputs[0]].shape[-1]) == _vocabulary(g) for g in graphs)
+def _joined(shards: Sequence[np.ndarray]) -> np.ndarray:
+    """The ranks' columns side by side; one rank's, where all have computed the whole and the same."""
+    if all(np.array_equal(shard, shards[0]) for shard in shards):
+        return shards[0]
+    return np.concatenate(shards, axis=-1)
+
+
+def _others(graph: Graph, step: Mapping[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random values for the inputs that are no arrays of a step: those of a part of a model."""
+    sizes = {"T": len(step["ids"]), "S": len(step["rows"])}
+    return {
+        node.attrs.name: rng.standard_normal([d if isinstance(d, int) else sizes[d] for d in node.type.shape])
+        for node in graph
+        if node.op == "input" and node.attrs.name not in step
+    }
 
 
 def _vocabulary(graph: Graph) -> int:
-    """Rows of the embedding table: the ids that a model takes."""
+    """How many ids the graph takes: the rows of its embedding table, 1 where it has none."""
     producers = graph.producers()
-    tables = [producers[node.inputs[1]] for node in graph if node.op == "embedding" and node.inputs[0] == _ids(graph)]
-    return size_of(tables[0].types[0].shape[0])
-
-
-def _ids(graph: Graph) -> str:
-    return next(node.out for node in graph if node.op == "input" and node.attrs.name == "ids")
+    ids = {node.out for node in graph if node.op == "input" and node.attrs.name == "ids"}
+    tables = [producers[node.inputs[1]] for node in graph if node.op == "embedding" and node.inputs[0] in ids]
+    return min((size_of(table.types[0].shape[0]) for table in tables), default=1)

@@ -18,6 +18,7 @@ from llmc.artifacts.errors import LlmcError
 COMMANDS = {
     "build": "Compile a checkpoint into engine.plan.",
     "calibrate": "Measure activation ranges and write a calibration table.",
+    "opt": "Run passes alone on the text of a graph.",
     "inspect": "Show what a plan is made of and pinned to.",
     "verify": "Check a plan: hashes, checkpoint, lock, golden answers.",
     "run": "Answer one prompt or chat on the terminal.",

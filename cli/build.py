@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "dry_run", "as_json"})
+#: The options that what passes make depends on.
+_OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_passes", "dump", "stop_after"})
 
 
 @click.command(name="build")
@@ -37,6 +39,8 @@ _OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "dr
 @click.option(
     "--dry-run", is_flag=True, help="Print the memory arithmetic and stop; takes nothing that only a build does."
 )
+@click.option("--dump", type=click.Path(path_type=Path), help="Write the graph after each pass into this folder.")
+@click.option("--stop-after", metavar="PASS", help="With --dump: stop after this pass; no plan is written.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the build report (with times) as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report, or with --dry-run the arithmetic, as JSON.")
 def command(
@@ -52,13 +56,22 @@ def command(
     from llmc import flow
 
     if dry_run:
-        _refuse_beside_dry_run()
+        _refuse_beside("--dry-run", _OF_DRY_RUN)
         shape = {name: rest[name] for name in ("tp", "profile", "target")}
         _print_memory(flow.plan_memory(model, precision=precision, **shape), as_json)
         return
     from llmc.artifacts.files import require_writable, write_file
     from llmc.cli.progress import make_progress
 
+    stop_after = rest.pop("stop_after")
+    if stop_after is not None:
+        if rest["dump"] is None:
+            raise UsageError(f"--stop-after {stop_after} needs --dump DIR, where it writes what the passes made")
+        _refuse_beside("--stop-after", _OF_STOP_AFTER)
+        kept = {name: rest[name] for name in ("dump", "tp", "calib", "verify_passes")}
+        with make_progress() as progress:
+            flow.dump_passes(model, stop_after=stop_after, precision=precision, progress=progress, **kept)
+        return
     if report is not None:
         require_writable(report, "--report")
     evaluate = not rest.pop("no_evaluate")
@@ -73,15 +86,15 @@ def command(
         _print_report(result)
 
 
-def _refuse_beside_dry_run() -> None:
-    """Raises UsageError for an option that was given and that only a build can honour."""
+def _refuse_beside(option: str, allowed: frozenset[str]) -> None:
+    """Raises UsageError for an option that was given and that does nothing beside `option`."""
     from llmc.artifacts.errors import UsageError
 
     context = click.get_current_context()
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        if given and parameter.name not in _OF_DRY_RUN:
-            raise UsageError(f"--dry-run does not do what {parameter.opts[-1]} is for; drop one of them")
+        if given and parameter.name not in allowed:
+            raise UsageError(f"{option} does not do what {parameter.opts[-1]} is for; drop one of them")
 
 
 def require_build_libraries() -> None:

@@ -19,8 +19,10 @@ from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
 from llmc.artifacts.plan import Plan, machine_features
-from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run
+from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run, run_stages
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
+from llmc.builder.dump import DumpFolder
+from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
 
 #: What a plan is asked when it is built, and again by `llmc verify --run`. The last one spans blocks and token ranges.
 GOLDEN_PROMPTS = (
@@ -70,13 +72,14 @@ def build(
     lock: str | Path | None = None,
     evaluate: bool = True,
     verify_passes: bool = False,
+    dump: str | Path | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
     for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, and the perplexity
-    of both is reported. Raises LlmcError; no plan is left behind then.
+    of both is reported. `dump` is a folder for the graph after each pass. Raises LlmcError; no plan is left then.
     """
     progress = progress or Progress()
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
@@ -84,6 +87,7 @@ def build(
     require_writable(Path(output))
     if lock is not None:
         require_lockable(Path(lock))
+    watch = DumpFolder(Path(dump)) if dump is not None else lambda stage: None
     with progress.stage("hash"):
         source.checkpoint.pin()
     _check_texts(source.checkpoint)
@@ -92,10 +96,36 @@ def build(
     def self_test(plan: Path) -> dict[str, bytes]:
         return _ask(source, plan, evaluate, progress)
 
-    report = compile_plan(source.checkpoint, options, table, Path(output), progress, self_test)
+    report = compile_plan(source.checkpoint, options, table, Path(output), progress, self_test, watch)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
     return report
+
+
+def dump_passes(
+    model: str | Path,
+    dump: str | Path,
+    stop_after: str,
+    *,
+    precision: str = "bf16",
+    tp: int = 1,
+    calib: str | Path | None = None,
+    verify_passes: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the graph after each pass up to `stop_after` into the folder `dump`, and no plan. Raises LlmcError.
+
+    `calib` as for `build`; calibrates only where one of these passes needs it.
+    """
+    progress = progress or Progress()
+    options = BuildOptions(precision=precision, tp=tp, verify_passes=verify_passes)
+    steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
+    source, watch = Source(open_checkpoint(model)), DumpFolder(Path(dump))
+    quantizes = "quantize" in map(pass_name, steps)
+    if calib is not None and not quantizes:
+        raise UsageError(f"--calib {calib}: quantize, which needs it, does not run before --stop-after {stop_after}")
+    table = _calibration(source, precision, calib, progress) if quantizes else None
+    run_stages(source.checkpoint, options, table, progress, watch, stop_after)
 
 
 def plan_memory(model: str | Path, *, precision: str, tp: int, profile: str, target: str) -> MemoryPlan:

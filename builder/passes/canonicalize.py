@@ -23,8 +23,9 @@ Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
 
 
 def canonicalize(graph: Graph) -> tuple[Graph, PassReport]:
-    """Returns the canonical graph; a canonical one stays as it is. Raises GraphError for an operator that tracing does
-    not emit.
+    """Drops the batch axis and views that change nothing, and moves tokens first. A canonical graph stays as it is.
+
+    Raises GraphError for an operator that tracing does not emit.
     """
     emitter = Emitter()
     values: dict[str, Lazy] = {}

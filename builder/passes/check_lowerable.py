@@ -15,7 +15,9 @@ from llmc.plugins import OPERATORS
 
 
 def check_lowerable(graph: Graph) -> tuple[Graph, PassReport]:
-    """Raises UnsupportedError that names every operator without a kernel and one module that uses it."""
+    """Refuses a graph with an operator that has no kernel. Raises UnsupportedError that names each such operator and
+    one module that uses it.
+    """
     graph.validate({**ALL, **OPERATORS})
     stuck: dict[str, str] = {}
     for node in graph:

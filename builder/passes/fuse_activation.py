@@ -14,7 +14,10 @@ from llmc.plugins.linear import ACTIVATIONS
 
 
 def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
-    """Fuses what has one reader. A gated product that others like it fused, but that could not be, stops the build."""
+    """Moves activations and gated products into the linear that nothing else reads.
+
+    A gated product that others like it fused, but that could not be, stops the build.
+    """
     view, edit = View(graph), Edit(graph)
     gated, missed, plain = [], [], 0
     for node in graph:

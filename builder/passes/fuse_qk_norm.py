@@ -12,7 +12,7 @@ from llmc.builder.passes.rewrite import Edit, View, report_places
 
 
 def fuse_qk_norm(graph: Graph) -> tuple[Graph, PassReport]:
-    """Moves norms in where queries and keys both have one, with one epsilon."""
+    """Moves norms over heads into `rope_cache`, where queries and keys both have one, with one epsilon."""
     view, edit = View(graph), Edit(graph)
     matched, missed = [], []
     for node in graph:

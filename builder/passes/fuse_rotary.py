@@ -39,7 +39,10 @@ class _Rotation:
 
 
 def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
-    """Moves rotations in. A layer that still depends on positions while others were matched stops the build."""
+    """Moves the rotation of queries and keys into `rope_cache`.
+
+    A layer that still depends on positions while others were matched stops the build.
+    """
     view, edit = View(graph), Edit(graph)
     matched, missed = [], []
     for node in graph:

@@ -24,7 +24,11 @@ from llmc.builder.weights.recipe import Recipe, sliced
 
 
 def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
-    """One graph per rank. Raises UnsupportedError where tp is larger than the KV heads of an attention layer."""
+    """Divides heads and columns among ranks, and gives each its graph. Raises UnsupportedError where tp is larger than
+    the KV heads of an attention layer, GraphError for a graph that is divided already.
+    """
+    if graph.tp != 1:
+        raise GraphError(f"{graph.name} is rank {graph.rank} of {graph.tp} already")
     if tp == 1:
         return (graph,), report("shard", graph, graph, 0)
     layers = [node for node in graph if node.op == "rope_cache"]

@@ -11,7 +11,7 @@ from llmc.builder.passes.rewrite import Edit, View, report
 
 
 def simplify_views(graph: Graph) -> tuple[Graph, PassReport]:
-    """Every reshape reads a value that is no reshape itself."""
+    """Removes reshapes that change nothing, and reshapes of reshapes."""
     view, edit = View(graph), Edit(graph)
     matched = 0
     for node in graph:

@@ -23,7 +23,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     nodes = [
         Node("input", (), attrs_of("input")(name=draw(_TEXT)), ("x",), (kind,)),
         Node("param", (), attrs_of("param")(recipe=draw(_TEXT)), ("w.weight",), (kind,), "model.layers.0"),
-        Node("const", (), attrs_of("const")((draw(st.floats(allow_nan=False, allow_infinity=False)),)), ("c",),
+        Node("const", (), attrs_of("const")((draw(st.floats(allow_nan=False)),)), ("c",),
              (TensorType("f32", ()),)),
     ]  # fmt: skip
     same = ["x", "w.weight"]

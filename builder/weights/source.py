@@ -1,0 +1,38 @@
+"""Where recipes read when a model is built: the checkpoint's tensors, and constants that the traced model computed.
+
+Comes in: a `Checkpoint`, buffers by name. Goes out: arrays and shapes. Must not know: recipes, graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.weights.recipe import Buffer, Leaf
+
+
+class ModelWeights:
+    """A `Source` and, for streaming, a `Shaped` one."""
+
+    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray]) -> None:
+        self._checkpoint, self._buffers = checkpoint, buffers
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a leaf, without reading it."""
+        if isinstance(leaf, Buffer):
+            return self._buffers[leaf.name].shape
+        return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        """A tensor, or rows start:stop of it."""
+        return self._checkpoint.read(name, start, stop)
+
+    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        """A tensor as the checkpoint stores it, or rows of it."""
+        return self._checkpoint.read(name, start, stop)
+
+    def buffer(self, name: str) -> np.ndarray:
+        """A constant of the traced model."""
+        return self._buffers[name]
