@@ -121,7 +121,7 @@ class Compiled:
 
 def pass_name(step: Pass) -> str:
     """The name that reports, dumps and the command line have for a pass: its function's."""
-    return step.func.__name__ if isinstance(step, partial) else step.__name__  # type: ignore[attr-defined]
+    return step.func.__name__ if isinstance(step, partial) else step.__name__
 
 
 def pass_doc(step: Pass) -> str:

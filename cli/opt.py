@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def command(graphs: tuple[Any, ...], passes: str | None, as_list: bool, verify: 
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.opt import read_graphs, run_alone, weights_of
 
-    found = [graph for file in graphs or (click.get_text_stream("stdin"),) for graph in read_graphs(*_read(file))]
+    found = [graph for file in graphs or (sys.stdin,) for graph in read_graphs(*_read(file))]
     weights = weights_of(found, open_checkpoint(model) if model is not None else None) if verify else None
     names = [name.strip() for name in passes.split(",")]
     _write(run_alone(found, names, options, weights), output)
