@@ -15,8 +15,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from llmc.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB, WINDOW, random_model, save_tiny, tiny_tokenizer
 
-__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "FAMILIES", "PAD", "VOCAB", "WINDOW", "save_checkpoint", "tiny_config",
-           "tiny_model", "tiny_tokenizer"]  # fmt: skip
+__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "FAMILIES", "LATENT_FAMILIES", "PAD", "VOCAB", "WINDOW", "save_checkpoint",
+           "tiny_config", "tiny_model", "tiny_tokenizer"]  # fmt: skip
 
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -45,6 +45,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+
+#: Multi-head latent attention, all layers dense. In v2 the query has no low rank and rotation is complex arithmetic.
+_MLA = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3,
+        "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 2, "tie_word_embeddings": False}  # fmt: skip
+_CONFIGS |= {
+    "deepseek_v2": {**_MLA, "q_lora_rank": None},
+    "deepseek_v3": {**_MLA, "q_lora_rank": 28,
+                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+                                        "mscale_all_dim": 0.8, "original_max_position_embeddings": 64}},
+}  # fmt: skip
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:

@@ -8,7 +8,9 @@ computed by PyTorch itself while tracing, so that frequencies, scales and slopes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +36,15 @@ class Name(str):
 
 Value: TypeAlias = Name | torch.Tensor
 
+
+@dataclass(frozen=True)
+class Complex:
+    """A traced complex tensor: its real and its imaginary part, both f32 and of its shape."""
+
+    real: Name
+    imag: Name
+
+
 #: Integers are 32 bits wide in our graphs: they are ids, positions and row numbers.
 _DTYPES = {torch.float32: "f32", torch.int64: "i32", torch.int32: "i32", torch.bool: "bool"}
 
@@ -50,6 +61,7 @@ class Emitter:
         self._by_recipe: dict[str, Name] = {}
         self.buffers: dict[str, np.ndarray] = {}
         self.symbols: dict[Any, str] = {}
+        self._joined: dict[str, Node] = {}  # concats, by their value
         self.at: torch.fx.Node | None = None
         self._consts: dict[tuple[TensorType, tuple[float, ...]], Name] = {}
 
@@ -70,6 +82,8 @@ class Emitter:
         path = module_path(self.at) if self.at and op != "const" else ""  # constants are shared by modules
         self.nodes.append(Node(op, inputs, attrs, (name,), (kind,), path))
         self.types[name] = kind
+        if op == "concat":
+            self._joined[name] = self.nodes[-1]
         return name
 
     def _fresh(self, stem: str) -> Name:
@@ -78,6 +92,17 @@ class Emitter:
             count += 1
             name = f"{stem}.{count}"
         return Name(name)
+
+    def parts(self, value: str, axis: int) -> list[tuple[Name, int]]:
+        """The values that a concat along this axis joins, each with its first entry; none for anything else."""
+        node = self._joined.get(value)
+        if node is None or node.attrs.axis % node.type.rank != axis:
+            return []
+        sizes = [size for name in node.inputs if isinstance(size := self.types[name].shape[axis], int)]
+        if len(sizes) != len(node.inputs):
+            return []
+        firsts = itertools.accumulate(sizes, initial=0)
+        return [(Name(name), first) for name, first in zip(node.inputs, firsts, strict=False)]
 
     # -- sources
 

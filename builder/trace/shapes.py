@@ -109,9 +109,48 @@ def _slice(e: Emitter, self: Value, dim: int = 0, start: Any = None, end: Any = 
 
 
 def cut(e: Emitter, x: Name, axis: int, start: int, stop: int, step: int = 1) -> Name:
-    """Entries start:stop:step of an axis; the value itself where that is all of them."""
-    whole = (start, stop, step) == (0, e.types[x].shape[axis], 1)
-    return x if whole else e.emit("slice", [x], axis=axis, start=start, stop=stop, step=step)
+    """Entries start:stop:step of an axis: the value itself where that is all of them, a part of a concat where it is
+    exactly that.
+    """
+    if (start, stop, step) == (0, e.types[x].shape[axis], 1):
+        return x
+    for part, first in e.parts(x, axis):
+        if (start, stop, step) == (first, first + _number(e.types[part].shape[axis]), 1):
+            return part
+    return e.emit("slice", [x], axis=axis, start=start, stop=stop, step=step)
+
+
+@aten("new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like")
+def _filled(e: Emitter, self: Value, **options: Any) -> Value:
+    """One number everywhere: zero also where the model leaves open what is there, and fills it then."""
+    assert e.at is not None
+    kind = e.kind(e.at)
+    return e.emit("broadcast", [e.scalar("ones" in str(e.at.target), kind.dtype)], shape=kind.shape)
+
+
+@aten("copy")
+def _copy(e: Emitter, self: Value, src: Value, non_blocking: bool = False) -> Value:
+    """`src` in the shape of what it overwrites."""
+    assert e.at is not None
+    x, kind = e.value(src), e.kind(e.at)
+    if e.types[x].dtype != kind.dtype:
+        x = e.emit("cast", [x], dtype=kind.dtype)
+    return x if e.types[x].shape == kind.shape else e.emit("broadcast", [x], shape=kind.shape)
+
+
+@aten("slice_scatter")
+def _slice_scatter(e: Emitter, self: Value, src: Value, dim: int = 0, start: Any = None, end: Any = None,
+                   step: int = 1) -> Value:  # fmt: skip
+    """`self` with entries start:end of an axis replaced: what is before, `src`, what is behind."""
+    x = e.value(self)
+    axis, size = dim % e.types[x].rank, e.types[x].shape[dim]
+    if isinstance(size, str) or step != 1:
+        raise e.unsupported("it writes to single tokens" if isinstance(size, str) else f"its step is {step}")
+    low, high, _ = slice(start, end).indices(size)
+    parts = [cut(e, x, axis, 0, low)] if low else []
+    parts.append(e.value(src))
+    parts += [cut(e, x, axis, high, size)] if high < size else []
+    return parts[0] if len(parts) == 1 else e.emit("concat", parts, axis=axis)
 
 
 @aten("select.int")

@@ -18,8 +18,8 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, layer_of
 from llmc.builder.operators import ALL
-from llmc.builder.trace import aten, shapes
-from llmc.builder.trace.emitter import Emitter, Name, Value
+from llmc.builder.trace import aten, complex, shapes
+from llmc.builder.trace.emitter import Complex, Emitter, Name, Value
 from llmc.builder.trace.export import Exported, export, module_path, own_name
 from llmc.builder.trace.table import IDENTITIES, Table
 
@@ -158,6 +158,8 @@ def _translate(emitter: Emitter, node: torch.fx.Node, values: dict[str, Any]) ->
     overload = node.target._overloadname
     space = "" if node.target.namespace == "aten" else f"{node.target.namespace}."
     translation = TABLE.get(f"{space}{name}.{overload}") or TABLE.get(f"{space}{name}")
+    if complex.is_complex(node, arguments):
+        translation = complex.TABLE.get(name)
     if translation is None:
         raise emitter.unsupported("it has no translation into llmc's operators")
     try:
@@ -175,7 +177,7 @@ def _is_constant(arguments: Any) -> bool:
     """Whether nothing among the arguments comes from inputs, weights, or the number of tokens."""
     flat = _flat(arguments)
     real = all(t.device.type != "meta" for t in flat if isinstance(t, torch.Tensor))
-    return real and not any(isinstance(a, Name | torch.fx.Node) for a in flat)
+    return real and not any(isinstance(a, Name | Complex | torch.fx.Node) for a in flat)
 
 
 def _compute(node: torch.fx.Node, arguments: dict[str, Any]) -> Any:
