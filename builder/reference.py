@@ -11,13 +11,15 @@ whenever their module runs, so a pass takes as many tokens as its activations al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.artifacts.errors import UnsupportedError
+from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.naming import parameter_recipes, shape_of
+from llmc.builder.weights.recipe import Load, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +69,12 @@ def load_reference(checkpoint: Checkpoint, resident: int = RESIDENT) -> Any:
     with _parameters_on_meta():
         model = build_model(checkpoint, "cpu")
     groups = list(dict.fromkeys(parameter_names(model).values()))
-    stored = {names: next(filter(checkpoint.holds, names), names[0]) for names in groups}
+    shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
+    recipes = parameter_recipes(model, shapes)
+    stored = {names: _stored(checkpoint, names, recipes) for names in groups}
     sizes = {names: model.get_parameter(names[0]).numel() for names in groups}
-    checkpoint.check((stored[names], tuple(model.get_parameter(names[0]).shape)) for names in groups)
+    for names in groups:
+        _check_shape(checkpoint, names, stored[names], shapes, tuple(model.get_parameter(names[0]).shape))
     streamed = 4 * sum(sizes.values()) > resident
     with torch.no_grad():
         for names in groups:
@@ -79,8 +84,37 @@ def load_reference(checkpoint: Checkpoint, resident: int = RESIDENT) -> Any:
             for name in names:
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = value
+        for name, buffer in model.named_buffers():
+            if name in recipes:
+                buffer.copy_(read_float32(checkpoint, recipes[name]))
     stream_parameters(model, checkpoint, {name: stored[names] for names in groups for name in names})
     return model.requires_grad_(False)
+
+
+def _stored(checkpoint: Checkpoint, names: Sequence[str], recipes: Mapping[str, Recipe]) -> Recipe:
+    """How a parameter with these names is stored."""
+    found = next((recipes[name] for name in names if name in recipes), None)
+    if found is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: has no tensor {' or '.join(map(repr, names))}, which the model of config.json needs; "
+            "the config belongs to another checkpoint, or a file is missing"
+        )
+    return found
+
+
+def _check_shape(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    recipe: Recipe,
+    shapes: Mapping[str, Sequence[int]],
+    wanted: tuple[int, ...],
+) -> None:
+    if (have := shape_of(recipe, shapes)) != wanted:
+        name = recipe.name if isinstance(recipe, Load) else names[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {name!r} has shape {list(have)}, the model of config.json needs "
+            f"{list(wanted)}: the config belongs to another checkpoint"
+        )
 
 
 @contextlib.contextmanager

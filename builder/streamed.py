@@ -1,6 +1,6 @@
 """A torch model whose large weights stay in the checkpoint: each is read when its module runs, and dropped after.
 
-Comes in: a model with parameters on "meta", a `Checkpoint`, the tensor that each parameter is stored as. Goes out: the
+Comes in: a model with parameters on "meta", a `Checkpoint`, the recipe of each parameter's value. Goes out: the
 same model, which runs (forward and backward) in the memory of its activations and a few blocks of weights. Must not
 know: families, graphs, what the model is run for.
 
@@ -11,6 +11,7 @@ has its parameters read whole before its forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,53 @@ from torch import nn
 
 from llmc.artifacts.errors import CheckpointError
 from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.weights.recipe import Leaf, Load, Recipe, evaluate
+from llmc.builder.weights.stream import rows
 
 #: Bytes of float32 that a linear layer reads at once.
 BLOCK = 64 << 20
 
 
-def read_float32(checkpoint: Checkpoint, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-    """Rows start:stop of a stored tensor as float32. Raises CheckpointError for one that holds whole numbers."""
-    value = checkpoint.read(name, start, stop)
-    if not np.issubdtype(value.dtype, np.floating) and value.dtype.kind != "V":
-        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} has dtype {value.dtype}, a float is expected")
+def read_float32(
+    checkpoint: Checkpoint, recipe: Recipe, start: int | None = None, stop: int | None = None
+) -> torch.Tensor:
+    """Rows start:stop of a recipe's value. Raises CheckpointError for a stored tensor of whole numbers."""
+    if not isinstance(recipe, Load):
+        source = _Tensors(checkpoint)
+        part = recipe if start is None or stop is None else rows(recipe, start, stop, source)
+        return torch.from_numpy(np.ascontiguousarray(evaluate(part, source)))
+    value = _Tensors(checkpoint).read(recipe.name, start, stop)
     if value.dtype.name == "bfloat16":  # torch converts it, and on all cores
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(np.ascontiguousarray(value, np.float32))
 
 
-def stream_parameters(model: nn.Module, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
-    """Makes every module with parameters on "meta" read them from the checkpoint; `stored` names each one's tensor."""
+@dataclass(frozen=True)
+class _Tensors:
+    """A checkpoint's tensors as the source of the recipes of parameters, which have no other leaves."""
+
+    checkpoint: Checkpoint
+
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        return tuple(self.checkpoint.tensors[leaf.name].shape)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        value = self.checkpoint.read(name, start, stop)
+        if not np.issubdtype(value.dtype, np.floating) and value.dtype.kind != "V":
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {name!r} has dtype {value.dtype}, a float is expected"
+            )
+        return value
+
+    def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
+        raise AssertionError(f"stored({name!r}) in the recipe of a parameter")
+
+    def buffer(self, name: str) -> np.ndarray:
+        raise AssertionError(f"buffer({name!r}) in the recipe of a parameter")
+
+
+def stream_parameters(model: nn.Module, checkpoint: Checkpoint, stored: Mapping[str, Recipe]) -> None:
+    """Makes every module with parameters on "meta" read them from the checkpoint, by the recipes `stored`."""
     for path, module in model.named_modules():
         own = {leaf: stored[f"{path}.{leaf}" if path else leaf] for leaf in _unread(module)}
         if not own:
@@ -65,26 +96,26 @@ def _unread(module: nn.Module) -> list[str]:
 
 
 class _Rows:
-    """Reads rows of one tensor."""
+    """Reads rows of one parameter."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self.checkpoint, self.name = checkpoint, name
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+        self.checkpoint, self.recipe = checkpoint, recipe
 
     def __call__(self, start: int | None, stop: int | None) -> torch.Tensor:
-        return read_float32(self.checkpoint, self.name, start, stop)
+        return read_float32(self.checkpoint, self.recipe, start, stop)
 
 
 class _Loader:
     """A hook that reads parameters before a forward."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
-        self.checkpoint, self.names = checkpoint, names
+    def __init__(self, checkpoint: Checkpoint, recipes: Mapping[str, Recipe]) -> None:
+        self.checkpoint, self.recipes = checkpoint, recipes
 
     def read(self, leaf: str) -> torch.Tensor:
-        return read_float32(self.checkpoint, self.names[leaf])
+        return read_float32(self.checkpoint, self.recipes[leaf])
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        for leaf in self.names:
+        for leaf in self.recipes:
             module._parameters[leaf] = nn.Parameter(self.read(leaf), requires_grad=False)
 
 

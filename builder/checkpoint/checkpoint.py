@@ -6,7 +6,7 @@ file formats. torch and transformers are imported only by the methods that need 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ from llmc.builder.checkpoint.source import Quantization, Source, TensorInfo, Tex
 from llmc.builder.checkpoint.tokenizer import TokenizerFacts, read_tokenizer
 
 __all__ = ["Checkpoint", "TensorInfo"]
+
+#: Fields of configs that limit the length of a sequence.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
+            "context_length", "max_target_positions", "model_max_length")  # fmt: skip
+#: Tokens of a sequence where nothing limits it.
+UNLIMITED = 2048
 
 
 class Checkpoint:
@@ -140,11 +146,21 @@ class Checkpoint:
             architecture=str((self.config.get("architectures") or ["unknown"])[0]),
             num_parameters=self._source.num_parameters,
             vocab_size=vocab_size,
-            max_position_embeddings=_required(self.path, config, "max_position_embeddings"),
+            max_position_embeddings=self._longest(config),
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
             bos_token_id=next(iter(sorted(starts or tokenizer.bos)), None),
             add_bos=tokenizer.add_bos,
         )
+
+    def _longest(self, config: Any) -> int:
+        """How many tokens the model can take. Without a limit (ALiBi, recurrent) as many as the tokenizer says, or
+        `UNLIMITED`.
+        """
+        for key in _LENGTHS:
+            if getattr(config, key, None) is not None:
+                return _required(self.path, config, key)
+        limit = self.tokenizer_config.get("model_max_length")
+        return limit if isinstance(limit, int) and 1 < limit < 1 << 31 else UNLIMITED
 
     def _ids(self, file: str, key: str, value: Any) -> frozenset[int]:
         """A token id, a list of them or None."""
@@ -155,10 +171,6 @@ class Checkpoint:
                     f"{self.path}: {file}: {key} is {value!r}, a token id or a list of them is needed"
                 )
         return frozenset(number for number in values if number is not None)
-
-    def holds(self, name: str) -> bool:
-        """Whether `resolve` finds the name."""
-        return self._find(name) is not None
 
     def resolve(self, name: str) -> str:
         """The stored tensor that a parameter of the model takes its values from.
@@ -194,17 +206,6 @@ class Checkpoint:
         shape = self.tensors[stored].shape
         first, last, _ = slice(start, stop).indices(shape[0] if shape else 1)
         return self._source.read(stored, first, max(first, last))
-
-    def check(self, params: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Raises CheckpointError unless every parameter has a stored tensor of its shape."""
-        for name, shape in params:
-            stored = self.resolve(name)
-            have = self.tensors[stored].shape
-            if have != tuple(shape):
-                raise CheckpointError(
-                    f"{self.path}: tensor {stored!r} has shape {list(have)}, the model of config.json "
-                    f"({self._architecture}) needs {list(shape)}: the config belongs to another checkpoint"
-                )
 
 
 def _required(path: Path, config: Any, key: str) -> int:

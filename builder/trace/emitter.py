@@ -19,8 +19,10 @@ import torch
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 from llmc.builder.ir import Node
+from llmc.builder.naming import shape_of
 from llmc.builder.operators import ALL
 from llmc.builder.trace.export import Exported, module_path, source_line
+from llmc.builder.weights.recipe import Load
 
 
 def _shortest(number: np.generic) -> float:
@@ -54,7 +56,7 @@ class Emitter:
 
     def __init__(self, exported: Exported, tensors: Mapping[str, Sequence[int]] | None) -> None:
         self.exported = exported
-        self.tensors = tensors
+        self.tensors = tensors or {}
         self.nodes: list[Node] = []
         self.types: dict[str, TensorType] = {}
         self.recipes: dict[str, str] = {}
@@ -111,23 +113,24 @@ class Emitter:
         return self._append("input", (), ALL["input"].attrs(name=name), kind, name)
 
     def weight(self, name: str, kind: TensorType) -> Name:
-        """A parameter, under that of its names which the checkpoint stores it by."""
+        """A parameter, as the checkpoint stores it under any of its names."""
         names = self.exported.names.get(name, (name,))
-        prefix = f"{self.exported.prefix}."
-        stored = [
-            n for full in names for n in (full, full.removeprefix(prefix)) if self.tensors is None or n in self.tensors
-        ]
-        if not stored:
+        if self.exported.stored is None:
+            return self.param(str(Load(names[0])), kind, names[0])
+        held = next((n for n in names if n in self.exported.stored), None)
+        if held is None:
             raise CheckpointError(
                 f"the checkpoint has no tensor {' or '.join(names)}, which its config asks for ({kind}); "
                 "is config.json that of another model, or a file of the checkpoint missing?"
             )
-        if self.tensors is not None and tuple(self.tensors[stored[0]]) != kind.shape:
+        recipe = self.exported.stored[held]
+        shape = shape_of(recipe, self.tensors)
+        if shape != kind.shape:
             raise CheckpointError(
-                f"the checkpoint's tensor {stored[0]} has shape {list(self.tensors[stored[0]])}, "
+                f"the checkpoint's tensor {recipe.name if isinstance(recipe, Load) else held} has shape {list(shape)}, "
                 f"its config asks for {list(kind.shape)}; is config.json that of another model?"
             )
-        return self.param(f"load({stored[0]!r})", kind, stored[0])
+        return self.param(str(recipe), kind, held)
 
     def param(self, recipe: str, kind: TensorType, stem: str) -> Name:
         """A weight by recipe; the same recipe gives the same value."""

@@ -11,7 +11,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from llmc.artifacts.errors import LlmcError, UnsupportedError
+from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
 from llmc.builder.trace.hook import IMPLEMENTATION
+from llmc.builder.weights.recipe import Recipe
 
 #: Example sizes. Different from each other and from 0 and 1, which torch.export would take for constants.
 _TOKENS, _ROWS = 7, 3
@@ -33,15 +35,15 @@ _PREFIX = "model"
 @dataclass(frozen=True)
 class Exported:
     """`program` takes ids and positions [1,T] and rows [S]. `buffers`: the values that the model computed for itself,
-    by name. `names`: parameter name -> all names of that parameter (tied ones have several). `prefix`: the model's
-    `base_model_prefix`, which the names of some checkpoints lack.
+    by name. `names`: parameter name -> all names of that parameter (tied ones have several). `stored`: how parameters
+    are made of the checkpoint's tensors, by any of their names; None where every parameter counts as stored.
     """
 
     program: torch.export.ExportedProgram
     architecture: str
     buffers: dict[str, torch.Tensor]
     names: dict[str, tuple[str, ...]]
-    prefix: str
+    stored: dict[str, Recipe] | None
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -66,8 +68,10 @@ class _Ragged(torch.nn.Module):
         return self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **self._options).logits
 
 
-def export(config: PretrainedConfig) -> Exported:
-    """Builds the model and exports it. Raises UnsupportedError with the reason where either fails."""
+def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> Exported:
+    """Builds the model and exports it; `tensors` are the shapes of what is stored. Raises UnsupportedError with the
+    reason where either fails, CheckpointError for tensors that cannot become the model's parameters.
+    """
     config = copy.deepcopy(config)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedError(f"transformers has no causal language model of model_type {config.model_type!r}")
@@ -83,13 +87,14 @@ def export(config: PretrainedConfig) -> Exported:
         model.to("meta")
         model.tie_weights()
         names = parameter_names(model)
+        stored = None if tensors is None else parameter_recipes(model, tensors)
         program = _export(model)
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
         reason = "its attention cannot be replaced" if error.args == (IMPLEMENTATION,) else _reason(error)
         raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {reason}") from error
-    return Exported(program, type(model).__name__, buffers, names, model.base_model_prefix)
+    return Exported(program, type(model).__name__, buffers, names, stored)
 
 
 def _name_of(kind: Any) -> str:

@@ -65,7 +65,7 @@ def trace(checkpoint: Checkpoint) -> Traced:
 
 def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None) -> Traced:
     """Traces the causal language model of a config; `tensors` None: every parameter counts as stored."""
-    exported = export(config)
+    exported = export(config, tensors)
     emitter = Emitter(exported, tensors)
     outputs = _walk(exported, emitter)
     read = {name for node in emitter.nodes for name in node.inputs}
@@ -121,7 +121,7 @@ def _sources(exported: Exported, emitter: Emitter) -> dict[str, Any]:
         values[name] = _Weight(own_name(target))
     for name, target in signature.inputs_to_buffers.items():
         own = own_name(target)
-        stored = emitter.tensors is not None and own in emitter.tensors
+        stored = exported.stored is not None and own in exported.stored
         values[name] = _Weight(own) if stored else exported.buffers[own]
     for name, target in signature.inputs_to_lifted_tensor_constants.items():
         values[name] = exported.program.constants[target]

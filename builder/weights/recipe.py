@@ -10,6 +10,8 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
     every(r, axis, start, step) entries start, start + step, ... of an axis
+    stack(r, ...)               recipes of one shape, joined along a new first axis
+    reshape(r, n, ...)          the same values in another shape
     swap(r, a, b)               axes a and b exchanged; transpose(r) is swap(r, 0, 1) of a matrix
     runs(r, start, count, width, stride)  `count` runs of `width` rows, whose first rows lie `stride` apart
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -130,6 +133,21 @@ class Concat(Recipe):
 
 
 @dataclass(frozen=True)
+class Stack(Recipe):
+    """Several recipes of one shape along a new first axis: the matrices of experts that are stored one by one."""
+
+    sources: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class Reshape(Recipe):
+    """The values of source, in order, in another shape."""
+
+    source: Recipe
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Transpose(Recipe):
     """A matrix with its two axes exchanged."""
 
@@ -219,6 +237,8 @@ _CLASSES: dict[str, type[Recipe]] = {
     "every": Every,
     "runs": Runs,
     "concat": Concat,
+    "stack": Stack,
+    "reshape": Reshape,
     "transpose": Transpose,
     "swap": Swap,
     "add": Add,
@@ -234,6 +254,7 @@ _CLASSES: dict[str, type[Recipe]] = {
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "Recipe": Recipe,
     "tuple[Recipe, ...]": Recipe,
+    "tuple[int, ...]": int,
     "int": int,
     "str": str,
     "float": (int, float),
@@ -260,8 +281,9 @@ def _build(tree: ast.expr) -> Recipe:
     if cls is None:
         raise RecipeError(f"{tree.func.id} is not one of {', '.join(_CLASSES)}")
     args = [_build(a) if isinstance(a, ast.Call) else ast.literal_eval(a) for a in tree.args]
-    if cls is Concat:
-        args = [args[0], tuple(args[1:])]
+    if str(dataclasses.fields(cls)[-1].type).startswith("tuple"):
+        single = len(dataclasses.fields(cls)) - 1
+        args = [*args[:single], tuple(args[single:])]
     recipe = cls(*args)
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
@@ -306,6 +328,10 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
             return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop, rank))
         case Cast() | Add() | Mul():
             return dataclasses.replace(recipe, source=sliced(recipe.source, axis, start, stop, rank))
+        case Stack(sources) if axis == 0:
+            return Stack(sources[start:stop])
+        case Stack(sources):
+            return Stack(tuple(sliced(source, axis - 1, start, stop, rank - 1) for source in sources))
         case Transpose(source):
             return Transpose(sliced(source, 1 - axis, start, stop))
         case Swap(source, a, b):
@@ -386,6 +412,14 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
                 if other.dtype != source.dtype or _without(other.shape, axis) != _without(source.shape, axis):
                     raise _fail(recipe, f"{other} does not join {source} on axis {axis}")
             shape[axis] = sum(int(t.shape[axis]) for t in types)
+        case Stack():
+            if odd := [t for t in types if t != source]:
+                raise _fail(recipe, f"{odd[0]} does not stack on {source}")
+            shape.insert(0, len(types))
+        case Reshape(_, wanted):
+            if math.prod(wanted) != math.prod(shape):
+                raise _fail(recipe, f"{source} does not fill the shape")
+            shape = list(wanted)
         case Transpose():
             if len(shape) != 2:
                 raise _fail(recipe, f"{source} is not a matrix")
@@ -462,6 +496,10 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
             return value[(first[:, None] + np.arange(width)).reshape(-1)]
         case Concat(axis, _):
             return np.concatenate(values, axis)
+        case Stack():
+            return np.stack(values)
+        case Reshape(_, shape):
+            return value.reshape(shape)
         case Transpose():
             return value.T
         case Add(_, constant):

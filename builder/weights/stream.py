@@ -34,9 +34,11 @@ from llmc.builder.weights.recipe import (
     Panels,
     PanelsGated,
     Recipe,
+    Reshape,
     Runs,
     Slice,
     Source,
+    Stack,
     StoredTensor,
     Swap,
     apply,
@@ -103,7 +105,8 @@ def _pieces(placement: Placement, source: Shaped, reader: _Reader, block: int) -
     gated = isinstance(packed, PanelsGated) and not stack
     count = shape[0] // 2 if gated else shape[0]
     granule = 1 if stack or not packed else _ROWS
-    row_bytes = sum(4 * math.prod(source.shape(leaf)[1:]) for leaf in set(leaves(inner)))
+    read = sum(4 * math.prod(source.shape(leaf)[1:]) for leaf in set(leaves(inner)))
+    row_bytes = max(read, 4 * math.prod(shape[1:]))
     step = max(block // max(row_bytes, 1) // granule, 1) * granule
     for start in range(0, count, step):
         stop = min(start + step, count)
@@ -131,6 +134,10 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Fp8(inner, scale):
             return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))
+        case Stack(sources):
+            return Stack(sources[start:stop])
+        case Reshape(inner, (count, *_)) if infer(inner, source.shape).shape[0] == count:
+            return Reshape(rows(inner, start, stop, source), (stop - start, *recipe.shape[1:]))
         case Concat(0, sources):
             return _concat_rows(sources, start, stop, source)
         case Concat(axis, sources):

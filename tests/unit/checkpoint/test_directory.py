@@ -12,6 +12,7 @@ import torch
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.builder.checkpoint import TensorInfo, open_checkpoint
+from llmc.builder.checkpoint.checkpoint import UNLIMITED
 from llmc.builder.reference import load_reference, logits
 from llmc.builder.trace import trace
 from tests.models import CHAT_TEMPLATE, save_checkpoint, tiny_model
@@ -49,7 +50,7 @@ def test_opening_reads_no_weights(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(np, "fromfile", lambda *a, **k: pytest.fail("weights were read"))
     checkpoint = open_checkpoint(saved)
     assert len(checkpoint.tensors) == 20
-    checkpoint.check([(EMBED, (300, 72))])
+    assert checkpoint.tensors[EMBED].shape == (300, 72)
 
 
 def test_a_tied_head_is_needed_only_where_the_config_does_not_tie(saved: Path, tmp_path: Path) -> None:
@@ -94,13 +95,6 @@ def edit_config(path: Path, **changes: object) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def test_check_names_the_tensor_and_both_shapes(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*\[72\].*\[73\]"):
-        open_checkpoint(saved).check([(EMBED, (300, 72)), ("model.norm.weight", (73,))])
-    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.2\.mlp\.up_proj\.weight'.*LlamaForCausalLM"):
-        open_checkpoint(saved).check([("model.layers.2.mlp.up_proj.weight", (1, 1))])
-
-
 def test_the_pin_covers_exactly_what_is_read(saved: Path, tmp_path: Path) -> None:
     pin = open_checkpoint(saved).pin()
     assert {f.name for f in pin.files} >= {
@@ -138,6 +132,17 @@ def test_model_info_unites_the_ends_of_all_three_files(saved: Path, tmp_path: Pa
 def test_model_info_knows_fields_by_their_family_names(tmp_path: Path) -> None:
     info = open_checkpoint(save_checkpoint(tmp_path, "gpt2")).model_info()
     assert (info.max_position_embeddings, info.vocab_size) == (256, 300)  # n_positions of GPT-2
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(512, 512), (10**30, UNLIMITED)])
+def test_a_model_without_a_limit_takes_what_its_tokenizer_says(tmp_path: Path, limit: int, expected: int) -> None:
+    saved = save_checkpoint(tmp_path)
+    config = json.loads((saved / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (saved / "config.json").write_text(json.dumps(config | {"model_type": "bloom", "n_head": 6}))
+    text = json.loads((saved / "tokenizer_config.json").read_text())
+    (saved / "tokenizer_config.json").write_text(json.dumps(text | {"model_max_length": limit}))
+    assert open_checkpoint(saved).model_info().max_position_embeddings == expected
 
 
 def test_the_chat_template_comes_from_either_file(saved: Path, tmp_path: Path) -> None:
