@@ -104,8 +104,27 @@ class KVLayer:
 
 
 @dataclass(frozen=True)
+class StateLayer:
+    """One recurrence's share of a state slot on one rank: what a sequence carries from step to step.
+
+    `layer` is the layer that it belongs to (None outside the numbered ones), `kind` its operator, `shape` that of the
+    state. Offsets and sizes in bytes, within one slot; kernels may store more than the shape has elements.
+    """
+
+    layer: int | None
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class RankProgram:
-    """One rank's code and data: section names, arena size, KV bytes per block, the vocabulary columns it computes."""
+    """One rank's code and data: section names, arena size, KV bytes per block, the vocabulary columns it computes.
+
+    A model without attention has no KV layers, one without recurrences no state layers, and 0 bytes of them.
+    """
 
     rank: int
     code: str
@@ -119,6 +138,8 @@ class RankProgram:
     vocab_size: int
     launches: int  # kernel launches of one step
     launches_per_layer: float
+    state_slot_bytes: int = 0  # of one sequence
+    state_layers: tuple[StateLayer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,3 +187,15 @@ class Manifest:
     comm_bytes: int  # memory that ranks share for all-reduce and barriers
     abi: int
     sections: tuple[Section, ...]
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """One block of the KV pool, over all ranks."""
+        return sum(rank.kv_block_bytes for rank in self.ranks)
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """One sequence's recurrent state, over all ranks. Where it is not 0 a prefix cannot be reused: its blocks hold
+        keys and values, and nothing holds the state that a sequence had behind it.
+        """
+        return sum(rank.state_slot_bytes for rank in self.ranks)

@@ -49,7 +49,7 @@ from llmc.profiles import TargetDescription, load_profile, load_target
 __all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_plan", "dry_run", "run_stages"]
 
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
-ABI_VERSION = 1
+ABI_VERSION = 2
 SHARED = "weights/shared.bin"
 
 
@@ -308,6 +308,8 @@ def _rank(program: Program, launches_per_layer: float) -> RankProgram:
         vocab_size=program.vocab[1],
         launches=len(program.ranges[0].launches),
         launches_per_layer=launches_per_layer,
+        state_slot_bytes=program.state_slot_bytes,
+        state_layers=program.state_layers,
     )
 
 

@@ -121,8 +121,9 @@ class _Exchange:
 
 def make_context(graph: Graph, capacities: Sequence[int], block_size: int = 4, seed: int = 0,
                  kv_dtype: str = "f32") -> StepContext:  # fmt: skip
-    """A context with an empty cache for every attention layer of the graph, and block tables i32[sequences, blocks]
-    with room for `capacities` tokens, in a random order over all sequences. `Batch.step` adds what a step has.
+    """A context with an empty cache for every attention layer of the graph, a state for every recurrence (NaN: it is
+    cleared where a sequence begins), a slot for each sequence, and block tables i32[sequences, blocks] with room for
+    `capacities` tokens, in a random order over all sequences. `Batch.step` adds what a step has.
     """
     blocks = [-(-tokens // block_size) for tokens in capacities]
     order = np.random.default_rng(seed).permutation(sum(blocks)).astype(np.int32)
@@ -136,8 +137,13 @@ def make_context(graph: Graph, capacities: Sequence[int], block_size: int = 4, s
             shape = (sum(blocks), block_size, a.kv_heads)
             widths = (a.head_dim, getattr(a, "v_dim", a.head_dim))
             kv[a.layer] = KVCache(*(np.zeros((*shape, width), NUMPY_DTYPES[kv_dtype]) for width in widths))
+    states = {}
+    for node in graph:
+        if (shape_of := ALL[node.op].state_shape) is not None:
+            states[node.attrs.state] = np.full((len(capacities), *shape_of(node.attrs)), np.nan, np.float32)
+    slots = np.random.default_rng(seed).permutation(len(capacities)).astype(np.int32)
     empty = np.zeros(0, np.int32)
-    return StepContext(block_size, empty, empty, tables, kv, graph.rank, graph.tp)
+    return StepContext(block_size, empty, empty, tables, kv, graph.rank, graph.tp, states=states, state_slots=slots)
 
 
 @dataclass
@@ -181,5 +187,6 @@ class Batch:
             query_start=query_start,
             context_len=np.array([self.lengths[s] for s in active], np.int32),
             block_tables=self._context.block_tables[active],
+            state_slots=self._context.state_slots[active],
         )
         return inputs, context

@@ -22,12 +22,14 @@ class RankMemory:
     scratch_bytes: int
     scratch_bytes_per_thread: int
     kv_bytes_per_token: int
+    state_slot_bytes: int
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """All ranks together, in bytes. `shared_bytes`: weights that all ranks map once. `logits_bytes`: of the largest
-    step. `kv_block_bytes`: one block of `block_size` tokens, over all ranks.
+    step. `kv_block_bytes`: one block of `block_size` tokens, over all ranks; 0 without attention. `state_bytes`:
+    recurrent states of as many sequences as the profile allows, over all ranks.
     """
 
     model: str
@@ -40,6 +42,7 @@ class MemoryPlan:
     shared_bytes: int
     comm_bytes: int
     logits_bytes: int
+    state_bytes: int
     block_size: int
     kv_block_bytes: int
     max_seq_len: int
@@ -52,10 +55,10 @@ class MemoryPlan:
     def fixed_bytes(self, threads: int = 1) -> int:
         """Everything but the KV pool, with that many threads a rank."""
         ranks = sum(r.arena_bytes + r.scratch_bytes + threads * r.scratch_bytes_per_thread for r in self.ranks)
-        return self.weights_bytes + ranks + self.comm_bytes + self.logits_bytes
+        return self.weights_bytes + ranks + self.comm_bytes + self.logits_bytes + self.state_bytes
 
     def blocks_in(self, kv_bytes: int) -> int:
-        """How many blocks a pool of that many bytes holds, all ranks together."""
+        """How many blocks a pool of that many bytes holds, all ranks together. Only for a model that has attention."""
         return kv_bytes // self.kv_block_bytes
 
     @property
@@ -77,7 +80,18 @@ class MemoryPlan:
             rows.append(("weights, all ranks", f"{_mb(self.shared_bytes)}, mapped once"))
             rows.append(("between ranks", _mb(self.comm_bytes)))
         rows.append(("logits", _mb(self.logits_bytes)))
+        if self.state_bytes:
+            slot = sum(r.state_slot_bytes for r in self.ranks)
+            rows.append(("state of a sequence", f"{slot:,} B, whatever its length"))
+            rows.append(("states", f"{_mb(self.state_bytes)}, {self.state_bytes // slot} sequences"))
         rows.append(("all but KV, 1 thread", _mb(self.fixed_bytes())))
+        rows += self._kv_lines() if self.kv_block_bytes else [("KV of a token", "0 B: no layer has attention")]
+        head = f"{self.model}: {self.precision}, KV cache {self.kv_dtype}, tp {self.tp}, {self.target}, {self.profile}"
+        return [head, *(f"{name:<24}{value}" for name, value in rows)]
+
+    def _kv_lines(self) -> list[tuple[str, str]]:
+        rows: list[tuple[str, str]] = []
+        several = self.tp > 1
         per_token = self.kv_block_bytes // self.block_size
         shares = ", ".join(f"{r.kv_bytes_per_token:,}" for r in self.ranks)
         rows.append(("KV of a token", f"{per_token:,} B" + (f" (by rank: {shares})" if several else "")))
@@ -87,8 +101,7 @@ class MemoryPlan:
         for size in _EXAMPLES:
             blocks = self.blocks_in(size)
             rows.append((f"KV in {size >> 30} GiB", f"{blocks:,} blocks, {blocks * self.block_size:,} tokens"))
-        head = f"{self.model}: {self.precision}, KV cache {self.kv_dtype}, tp {self.tp}, {self.target}, {self.profile}"
-        return [head, *(f"{name:<24}{value}" for name, value in rows)]
+        return rows
 
 
 def _mb(nbytes: int) -> str:
@@ -106,6 +119,7 @@ def memory_plan(lowered: Lowered, model: str, precision: str) -> MemoryPlan:
             scratch_bytes=program.scratch.shared,
             scratch_bytes_per_thread=program.scratch.per_thread,
             kv_bytes_per_token=program.kv_block_bytes // profile.block_size,
+            state_slot_bytes=program.state_slot_bytes,
         )
         for program in lowered.programs
     )
@@ -120,6 +134,7 @@ def memory_plan(lowered: Lowered, model: str, precision: str) -> MemoryPlan:
         shared_bytes=lowered.shared.nbytes,
         comm_bytes=lowered.comm_bytes,
         logits_bytes=profile.max_num_seqs * lowered.vocab_size * 4,
+        state_bytes=profile.max_num_seqs * sum(program.state_slot_bytes for program in lowered.programs),
         block_size=profile.block_size,
         kv_block_bytes=sum(program.kv_block_bytes for program in lowered.programs),
         max_seq_len=profile.max_seq_len,

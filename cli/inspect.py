@@ -76,6 +76,8 @@ def _print_summary(plan: Plan) -> None:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
+    from collections import Counter
+
     m = plan.manifest
     ranges = ", ".join(f"{r.min}-{r.max}" for r in m.profile.token_ranges)
     rows = [
@@ -96,6 +98,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("compiler", f"{m.build.compiler}; {m.build.toolchain}"),
     ]
+    if m.state_slot_bytes:
+        kinds = Counter(layer.kind for layer in m.ranks[0].state_layers)
+        what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        rows.append(("states", f"{m.state_slot_bytes:,} B a sequence ({what}); prefixes are not reused"))
     for r in m.ranks:
         kv = r.kv_block_bytes / m.profile.block_size
         text = (

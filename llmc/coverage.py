@@ -228,8 +228,8 @@ def decode_together(plan: Path, prompts: Sequence[Sequence[int]], steps: int) ->
     with Executor(opened, num_blocks=each * len(prompts)) as executor:
         for _ in range(steps + 1):
             chunks = [
-                Chunk(tokens, start, table[: -(-(start + len(tokens)) // profile.block_size)], 1)
-                for tokens, start, table in zip(pieces, starts, tables, strict=True)
+                Chunk(tokens, start, table[: -(-(start + len(tokens)) // profile.block_size)], 1, slot)
+                for slot, (tokens, start, table) in enumerate(zip(pieces, starts, tables, strict=True))
             ]
             logits = executor.run(StepBatch(chunks)).copy()
             rows.append(logits)

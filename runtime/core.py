@@ -52,7 +52,8 @@ class Core:
             watch=channel.fileno(),
         )
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
-        self._pool = BlockPool(self._executor.num_blocks, profile.block_size, options.prefix_cache)
+        caching = options.reuses_prefixes(plan.manifest)
+        self._pool = BlockPool(self._executor.num_blocks, profile.block_size, caching)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=self._max_num_seqs,
@@ -77,8 +78,8 @@ class Core:
         for descriptor in (self._channel.fileno(), *self._executor.descriptors()):
             idle.register(descriptor, select.POLLIN)
         try:
-            # The first step proves that the engine computes. Block 0 is nobody's yet.
-            self._executor.run(StepBatch([Chunk(array("i", [0]), 0, array("i", [0]), 1)]))
+            # The first step proves that the engine computes. Block 0 and state slot 0 are nobody's yet.
+            self._executor.run(StepBatch([Chunk(array("i", [0]), 0, array("i", [0]), 1, 0)]))
             ready = Ready(
                 self._pool.num_blocks, self._max_num_seqs, self._scheduler.max_num_batched_tokens, load_seconds
             )

@@ -117,6 +117,8 @@ class Executor:
         self.num_blocks = choose_num_blocks(
             manifest, available_memory(), kv_bytes=kv_bytes, num_blocks=num_blocks, max_num_seqs=max_num_seqs
         )
+        #: Recurrent states that are held at once: one for each sequence at work.
+        self.num_slots = max_num_seqs or profile.max_num_seqs
         tp = len(manifest.ranks)
         self.threads = threads or max(usable_cpus() // tp, 1)
         self.step_timeout = step_timeout
@@ -169,6 +171,8 @@ class Executor:
                 arena_bytes=program.arena_bytes,
                 kv_bytes=program.kv_block_bytes * self.num_blocks,
                 num_blocks=self.num_blocks,
+                state_bytes=program.state_slot_bytes * self.num_slots,
+                num_slots=self.num_slots,
                 layout=layout,
             )
             rank.send(config.encode())

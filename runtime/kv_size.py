@@ -23,21 +23,31 @@ def choose_num_blocks(
     """Blocks of the pool (each rank holds its share of every block). `kv_bytes` counts all ranks together.
 
     By default half of what is left, but no more than `max_num_seqs` sequences of full length can use; whoever asks for
-    more gets it, as the prefix cache has a use for it. Raises EnvironmentFault, with the sum and the flag and value
-    that would fit, when memory does not suffice, UsageError when `kv_bytes` is less than one block.
+    more gets it, as the prefix cache has a use for it. A model without attention keeps nothing in its blocks: it gets
+    as many as those sequences can use. Raises EnvironmentFault, with the sum and the flag and value that would fit,
+    when memory does not suffice, UsageError when `kv_bytes` is less than one block, or given where blocks hold nothing.
     """
     profile = manifest.profile
-    block_bytes = sum(rank.kv_block_bytes for rank in manifest.ranks)
+    block_bytes = manifest.kv_block_bytes
     blocks_per_seq = -(-profile.max_seq_len // profile.block_size)
     most = (max_num_seqs or profile.max_num_seqs) * blocks_per_seq
-    left = available - fixed_bytes(manifest)
+    left = available - fixed_bytes(manifest, max_num_seqs)
+    if not block_bytes:
+        if kv_bytes is not None:
+            raise UsageError(
+                f"--kv-bytes {kv_bytes}: this model has no attention and keeps no keys and values; a sequence's state "
+                f"takes {manifest.state_slot_bytes} bytes, and --max-num-seqs says how many there are"
+            )
+        if left < 0:
+            raise EnvironmentFault(_shortage(manifest, available, 0, max_num_seqs))
+        return num_blocks or most
     if num_blocks is None and kv_bytes is None:
         found = min(int(max(left, 0) * DEFAULT_SHARE) // block_bytes, most)
         # Short of one full sequence half is too modest: take what there is, if it is enough for that.
         needed = min(blocks_per_seq, most)
         if found < needed:
             if left < needed * block_bytes:
-                raise EnvironmentFault(_shortage(manifest, available, needed))
+                raise EnvironmentFault(_shortage(manifest, available, needed, max_num_seqs))
             found = needed
         return found
     if num_blocks is None:
@@ -50,29 +60,38 @@ def choose_num_blocks(
                 f"{profile.max_seq_len} tokens"
             )
     if num_blocks * block_bytes > left:
-        raise EnvironmentFault(_shortage(manifest, available, num_blocks))
+        raise EnvironmentFault(_shortage(manifest, available, num_blocks, max_num_seqs))
     return num_blocks
 
 
-def fixed_bytes(manifest: Manifest) -> int:
-    """Bytes that a running plan needs beside KV: weights, activations of every rank, memory shared by the ranks."""
+def fixed_bytes(manifest: Manifest, max_num_seqs: int | None = None) -> int:
+    """Bytes that a running plan needs beside KV: weights, activations of every rank, memory shared by the ranks, and
+    the recurrent states of `max_num_seqs` sequences (None: as many as the profile allows).
+    """
     ranks = sum(rank.weights_bytes + rank.arena_bytes for rank in manifest.ranks)
     logits = manifest.profile.max_num_seqs * manifest.model.vocab_size * 4
-    return ranks + manifest.shared_bytes + manifest.comm_bytes + logits
+    return ranks + manifest.shared_bytes + manifest.comm_bytes + logits + state_bytes(manifest, max_num_seqs)
 
 
-def _shortage(manifest: Manifest, available: int, num_blocks: int) -> str:
-    profile = manifest.profile
-    block_bytes = sum(rank.kv_block_bytes for rank in manifest.ranks)
-    wanted, fixed = num_blocks * block_bytes, fixed_bytes(manifest)
-    fits = max(available - fixed, 0) // block_bytes
+def state_bytes(manifest: Manifest, max_num_seqs: int | None = None) -> int:
+    """Bytes of the recurrent states, over all ranks."""
+    return (max_num_seqs or manifest.profile.max_num_seqs) * manifest.state_slot_bytes
+
+
+def _shortage(manifest: Manifest, available: int, num_blocks: int, max_num_seqs: int | None) -> str:
+    profile, block_bytes = manifest.profile, manifest.kv_block_bytes
+    wanted, fixed = num_blocks * block_bytes, fixed_bytes(manifest, max_num_seqs)
+    fits = max(available - fixed, 0) // block_bytes if block_bytes else 0
+    states = state_bytes(manifest, max_num_seqs)
+    fewer = "a lower --max-num-seqs for fewer states, " if states else ""
     remedy = (
         f"--kv-bytes {fits * block_bytes} would fit ({fits * profile.block_size} tokens)"
         if fits
-        else "free some memory, or build for less of it (--fp8, a profile with fewer tokens)"
+        else f"free some memory, {fewer}or build for less of it (--fp8, a profile with fewer tokens)"
     )
+    also = f", activations and recurrent states ({states})" if states else " and activations"
     return (
         f"the KV pool does not fit: {num_blocks} blocks x {block_bytes} bytes = {wanted} bytes, beside {fixed} of "
-        f"weights and activations, is {wanted + fixed - available} bytes more than the {available} that are available "
+        f"weights{also}, is {wanted + fixed - available} bytes more than the {available} that are available "
         f"here; {remedy}"
     )

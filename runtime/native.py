@@ -17,7 +17,7 @@ import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _MESSAGE_BYTES = 512
 
 
@@ -34,6 +34,8 @@ class RankStruct(ctypes.Structure):
         ("arena", c_void_p),
         ("kv", c_void_p),
         ("num_blocks", c_int64),
+        ("state", c_void_p),
+        ("num_slots", c_int64),
         ("comm", c_void_p),
     ]
 
@@ -51,6 +53,7 @@ class StepStruct(ctypes.Structure):
         ("query_start", c_void_p),
         ("context_len", c_void_p),
         ("block_tables", c_void_p),
+        ("state_slots", c_void_p),
         ("rows", c_void_p),
         ("logits", c_void_p),
     ]
@@ -109,12 +112,14 @@ class RankMemory:
     kv: np.ndarray
     num_blocks: int
     comm: np.ndarray | None = None
+    state: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    num_slots: int = 0
 
 
 @dataclass(frozen=True)
 class StepArrays:
     """One step; all i32 but `logits`, all C-contiguous. Shapes as in `llmc_step`: ids, positions [T], query_start
-    [num_seqs+1], context_len [num_seqs], block_tables [num_seqs, stride], rows [S], logits f32 [S, vocab].
+    [num_seqs+1], context_len, state_slots [num_seqs], block_tables [num_seqs, stride], rows [S], logits f32 [S, vocab].
     """
 
     ids: np.ndarray
@@ -122,6 +127,7 @@ class StepArrays:
     query_start: np.ndarray
     context_len: np.ndarray
     block_tables: np.ndarray
+    state_slots: np.ndarray
     rows: np.ndarray
     logits: np.ndarray
 
@@ -185,9 +191,9 @@ class Library:
         if memory.tp > 1 and memory.comm is None:
             raise ValueError(f"tp={memory.tp} needs comm memory")
         struct = RankStruct(memory.rank, memory.tp, memory.threads)
-        for name in ("weights", "shared", "arena", "kv", "comm"):
+        for name in ("weights", "shared", "arena", "kv", "state", "comm"):
             setattr(struct, name, _address(getattr(memory, name), np.uint8, name))
-        struct.num_blocks = memory.num_blocks
+        struct.num_blocks, struct.num_slots = memory.num_blocks, memory.num_slots
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         handle = self._dll.llmc_create(ctypes.byref(struct), message, _MESSAGE_BYTES)
         if not handle:
@@ -212,7 +218,7 @@ class Engine:
     def run(self, step: StepArrays) -> None:
         """Runs one step and fills this rank's columns of `step.logits`. Raises StepRefused or RankFailure."""
         struct = StepStruct(len(step.ids), len(step.context_len), len(step.rows), step.block_tables.shape[1])
-        for name in ("ids", "positions", "query_start", "context_len", "block_tables", "rows"):
+        for name in ("ids", "positions", "query_start", "context_len", "block_tables", "state_slots", "rows"):
             setattr(struct, name, _address(getattr(step, name), np.int32, name))
         struct.logits = _address(step.logits, np.float32, "logits")
         code = self._dll.llmc_run(self._handle, ctypes.byref(struct))

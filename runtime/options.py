@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from llmc.artifacts.errors import UsageError
-from llmc.artifacts.schema import ShapeProfile
+from llmc.artifacts.schema import Manifest, ShapeProfile
 
 #: As many as the compiled code has places for.
 MAX_THREADS = 1024
@@ -17,6 +17,7 @@ MAX_THREADS = 1024
 class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """None: what the profile (or for `kv_bytes` and `threads` the machine) allows.
 
+    `prefix_cache` does nothing for a model that carries a recurrent state: nothing of a prefix could be taken over.
     `kv_bytes` counts all ranks, `num_blocks` says the same in blocks and wins; `threads` are per rank. `step_timeout`
     is how many seconds a step may take before its ranks count as hung. `verified` is the digest of a plan whose
     sections whoever starts the core has just checked: the core then does not hash them again.
@@ -30,6 +31,10 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_cache: bool = True
     step_timeout: float = 60.0
     verified: str | None = None
+
+    def reuses_prefixes(self, manifest: Manifest) -> bool:
+        """Whether the prefix cache is on: never where sequences carry a recurrent state, which blocks do not hold."""
+        return self.prefix_cache and not manifest.state_slot_bytes
 
     def check(self, profile: ShapeProfile) -> None:
         """Raises UsageError unless every number is positive and no larger than what the plan was built for."""

@@ -50,6 +50,8 @@ class RankConfig:
     arena_bytes: int
     kv_bytes: int
     num_blocks: int
+    state_bytes: int
+    num_slots: int
     layout: StepLayout
 
     def encode(self) -> bytes:
@@ -102,6 +104,8 @@ def _load(config: RankConfig) -> tuple[Engine, StepMemory]:
             kv=_allocate(config.kv_bytes, "KV pool"),
             num_blocks=config.num_blocks,
             comm=memory.comm if config.layout.comm_bytes else None,
+            state=_allocate(config.state_bytes, "recurrent states"),
+            num_slots=config.num_slots,
         )
     )
     return engine, memory

@@ -7,7 +7,8 @@ A step takes one token of every decoding sequence, then chunks of prompts, oldes
 used, then admits waiting sequences, oldest first, while blocks for their whole prompt fit beside a reserve. Admission
 does not count what an answer may grow to. When blocks run out, the youngest running sequence gives up its own and
 waits again; later its tokens are computed anew, as a prompt, so it goes on where it stopped. The oldest sequence is
-thus never set back, and as a sequence alone always fits, every sequence ends.
+thus never set back, and as a sequence alone always fits, every sequence ends. With its blocks a sequence holds a state
+slot, of which there are as many as sequences may run; set back, it carries no state along, as it starts anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from llmc.artifacts.errors import UsageError
 from llmc.runtime.blocks import ROOT, BlockPool
 from llmc.runtime.messages import FinishReason, SamplingParams
+from llmc.runtime.slots import StateSlots
 from llmc.runtime.step import Chunk, StepBatch
 
 #: Share of the pool that admission leaves free for the growth of what runs already.
@@ -31,7 +33,8 @@ class Sequence:
     """A request at work. `tokens` is the prompt and what was generated, without the stop token.
 
     The first `computed` tokens are in the KV cache, in `blocks`; the first `committed` of those blocks can be found by
-    others. `cached_tokens` came from the prefix cache at first admission. `slot` belongs to the sampler.
+    others. `cached_tokens` came from the prefix cache at first admission. `state_slot` is held as long as blocks are.
+    `slot` belongs to the sampler.
     """
 
     __slots__ = (
@@ -47,6 +50,7 @@ class Sequence:
         "request_id",
         "seed",
         "slot",
+        "state_slot",
         "stop_ids",
         "stop_token",
         "tokens",
@@ -74,6 +78,7 @@ class Sequence:
         self.blocks = array("i")
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
+        self.state_slot = -1
         self.slot: object = None
 
 
@@ -93,6 +98,7 @@ class Scheduler:
         self.max_seq_len = max_seq_len
         # With no more seats than tokens, every decode fits each step and a prompt gets at least one token.
         self._seats = min(max_num_seqs, max_num_batched_tokens)
+        self._slots = StateSlots(self._seats)
         self._reserve = max(1, int(pool.num_blocks * RESERVE))
         self._running: list[Sequence] = []  # oldest first
         self._waiting: deque[Sequence] = deque()  # oldest first; all are younger than what runs
@@ -193,7 +199,8 @@ class Scheduler:
     def _append(self, chunks: list[Scheduled], sequence: Sequence, budget: int) -> int:
         start, end = sequence.computed, len(sequence.tokens)
         stop = min(end, start + budget)
-        chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks, int(stop == end), sequence))
+        rows, slot = int(stop == end), sequence.state_slot
+        chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks, rows, slot, sequence))
         return stop - start
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -205,6 +212,7 @@ class Scheduler:
         if fresh + (self._reserve if self._running else 0) > pool.available_besides(prefix):
             return False
         pool.hold(prefix)
+        sequence.state_slot = self._slots.take()
         sequence.blocks = array("i", prefix)
         sequence.blocks.extend([pool.allocate() for _ in range(fresh)])
         sequence.committed = len(prefix)
@@ -274,13 +282,16 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
+        self._slots.give_back(sequence.state_slot)
+        sequence.state_slot = -1
         sequence.blocks = array("i")
         sequence.computed = sequence.committed = 0
 
     def check(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check(sequence.blocks for sequence in self._running)
-        assert not any(sequence.blocks for sequence in self._waiting)
+        self._slots.check(sequence.state_slot for sequence in self._running)
+        assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in self._waiting)
         assert [*self._running, *self._waiting] == list(self._by_id.values()), "not in the order of submission"
         assert len(self._running) <= self._seats
         for sequence in self._running:

@@ -36,7 +36,7 @@ class Probe:
     def step(self, ids: Sequence[int], start: int, rows: int) -> np.ndarray:
         """Runs tokens from position `start` on; the last `rows` logits, f32[rows, vocab], valid until the next step."""
         used = -(-(start + len(ids)) // self.plan.manifest.profile.block_size)
-        return self._executor.run(StepBatch([Chunk(array("i", ids), start, self._blocks[:used], rows)]))
+        return self._executor.run(StepBatch([Chunk(array("i", ids), start, self._blocks[:used], rows, 0)]))
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """f32[T, vocab]: the logits behind each of the T tokens, `chunk` tokens a step."""

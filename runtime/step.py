@@ -16,13 +16,14 @@ class Chunk:
     """Consecutive tokens of one sequence. Both arrays have typecode 'i'.
 
     `tokens` stand at positions start, start + 1, ...; `blocks` is the sequence's block table, long enough for them;
-    logits are wanted for the last `rows` of them.
+    logits are wanted for the last `rows` of them; `state_slot` holds its recurrent state, where the model has one.
     """
 
     tokens: array[int]
     start: int
     blocks: array[int]
     rows: int
+    state_slot: int
 
 
 C = TypeVar("C", bound=Chunk)

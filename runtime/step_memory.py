@@ -41,6 +41,7 @@ class StepLayout:
             "query_start": self.max_seqs + 1,
             "context_len": self.max_seqs,
             "block_tables": self.max_seqs * self.table_stride,
+            "state_slots": self.max_seqs,
             "rows": self.max_seqs,
             "logits": self.max_seqs * self.vocab,
             "comm": self.comm_bytes,
@@ -64,7 +65,7 @@ class StepMemory:
     def __init__(self, layout: StepLayout, descriptor: int) -> None:
         self.layout = layout
         self._data = mmap.mmap(descriptor, layout.size)
-        self._ints = {name: self._view(name, np.int32) for name in list(layout.places())[:6]}
+        self._ints = {name: self._view(name, np.int32) for name in list(layout.places())[:7]}
         self._tables = self._ints["block_tables"].reshape(layout.max_seqs, layout.table_stride)
         self._logits = self._view("logits", np.float32).reshape(layout.max_seqs, layout.vocab)
         #: u8[comm_bytes]: where the ranks' compiled code meets.
@@ -84,7 +85,7 @@ class StepMemory:
             raise ValueError(f"a step of (tokens, sequences, rows) {counts}; this plan takes from 1 token to {most}")
         out, stride = self._out, self.layout.table_stride
         ids, positions, tables, rows = out["ids"], out["positions"], out["block_tables"], out["rows"]
-        query_start, context_len = out["query_start"], out["context_len"]
+        query_start, context_len, state_slots = out["query_start"], out["context_len"], out["state_slots"]
         token = row = 0
         query_start[0] = 0
         for index, chunk in enumerate(batch.chunks):
@@ -97,6 +98,7 @@ class StepMemory:
                 positions[token:end] = array("i", range(start, start + n))
             tables[index * stride : index * stride + len(chunk.blocks)] = chunk.blocks
             context_len[index] = start + n
+            state_slots[index] = chunk.state_slot
             query_start[index + 1] = end
             for place in range(end - chunk.rows, end):
                 rows[row] = place
@@ -113,6 +115,7 @@ class StepMemory:
             query_start=ints["query_start"][: num_seqs + 1],
             context_len=ints["context_len"][:num_seqs],
             block_tables=self._tables[:num_seqs],
+            state_slots=ints["state_slots"][:num_seqs],
             rows=ints["rows"][:num_rows],
             logits=self._logits[:num_rows],
         )

@@ -56,6 +56,7 @@ def _header(lowered: Lowered, program: Program) -> str:
         "kSharedBytes": lowered.shared.nbytes,
         "kArenaBytes": program.arena_bytes,
         "kBlockBytes": program.kv_block_bytes,
+        "kStateSlotBytes": program.state_slot_bytes,
     }
     lines = [
         _title(lowered, program),

@@ -70,6 +70,12 @@ bool check_pointer(const void* p, int64_t bytes, const char* name, Message& mess
   return true;
 }
 
+bool check_slots(const llmc_rank& r, Message& message) {
+  if (kStateSlotBytes && r.num_slots < 1)
+    return message.say("num_slots is %lld; one at least is needed", static_cast<long long>(r.num_slots));
+  return check_pointer(r.state, kStateSlotBytes * r.num_slots, "state", message);
+}
+
 bool check(const llmc_rank& r, Message& message) {
   if (r.rank != kRank || r.tp != kRanks)
     return message.say("this code is rank %d of %d, not rank %d of %d", kRank, kRanks, r.rank, r.tp);
@@ -80,7 +86,7 @@ bool check(const llmc_rank& r, Message& message) {
          check_pointer(r.shared, kSharedBytes, "shared", message) &&
          check_pointer(r.arena, kArenaBytes, "arena", message) &&
          check_pointer(r.kv, kBlockBytes * r.num_blocks, "kv", message) &&
-         check_pointer(r.comm, kRanks > 1 ? kCommHeaderBytes : 0, "comm", message);
+         check_slots(r, message) && check_pointer(r.comm, kRanks > 1 ? kCommHeaderBytes : 0, "comm", message);
 }
 
 const Range* find_range(const llmc_step& step) {
@@ -90,8 +96,8 @@ const Range* find_range(const llmc_step& step) {
 }
 
 // Whether kernels stay within tables, cache and scratch: ids are rows of the embedding, sequences cover the tokens, each
-// token stands at its position, and blocks cover the sequences.
-bool check_sequences(const llmc_step& step, int64_t num_blocks) {
+// token stands at its position, blocks cover the sequences, and states have a slot.
+bool check_sequences(const llmc_step& step, const llmc_rank& rank) {
   if (step.num_seqs < 1 || step.num_seqs > kMaxSequences || step.query_start[0] != 0) return false;
   for (int s = 0; s < step.num_seqs; ++s) {
     const int count = step.query_start[s + 1] - step.query_start[s], context = step.context_len[s];
@@ -100,7 +106,8 @@ bool check_sequences(const llmc_step& step, int64_t num_blocks) {
     if (blocks > step.block_table_stride) return false;
     const int32_t* table = step.block_tables + int64_t(s) * step.block_table_stride;
     for (int64_t b = 0; b < blocks; ++b)
-      if (table[b] < 0 || table[b] >= num_blocks) return false;
+      if (table[b] < 0 || table[b] >= rank.num_blocks) return false;
+    if (kStateSlotBytes && (step.state_slots[s] < 0 || step.state_slots[s] >= rank.num_slots)) return false;
     for (int t = step.query_start[s]; t < step.query_start[s + 1]; ++t)
       if (step.positions[t] != context - step.query_start[s + 1] + t) return false;
   }
@@ -155,7 +162,7 @@ extern "C" int32_t llmc_run(void* handle, const llmc_step* step) {
   if (engine.comm.failed()) return 2;
   const llmc::Range* range = llmc::find_range(*step);
   if (!range || !llmc::check_ids(*step) || !llmc::check_rows(*step, range->rows) ||
-      !llmc::check_sequences(*step, engine.rank.num_blocks))
+      !llmc::check_sequences(*step, engine.rank))
     return 1;
   engine.range = range;
   engine.ctx.step = step;

@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.errors import UnsupportedError
-from llmc.artifacts.schema import KVLayer, ShapeProfile, TokenRange
+from llmc.artifacts.schema import KVLayer, ShapeProfile, StateLayer, TokenRange
 from llmc.builder.cpu.arena import Arena, Life, aligned, plan_memory
 from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgram
 from llmc.builder.cpu.views import Alias, resolve, width
-from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.ir import Graph, GraphError, Node, layer_of
+from llmc.builder.operators import ALL
 from llmc.builder.passes.views import SILENT
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
 from llmc.plugins import cpu_launch
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Scratch
+from llmc.plugins.cpu.recurrent import state_bytes
 from llmc.plugins.paged_attention.cpu import layer_bytes
 from llmc.profiles import TargetDescription
 
@@ -50,7 +52,16 @@ def lower(
         ranges = tuple(rank.bind(i, places, columns, vocab_size) for i in range(len(profile.token_ranges)))
         programs.append(
             Program(
-                rank.graph, ranges, member, rank.constants, rank.scratch, rank.kv_layers, rank.kv_block_bytes, columns
+                rank.graph,
+                ranges,
+                member,
+                rank.constants,
+                rank.scratch,
+                rank.kv_layers,
+                rank.kv_block_bytes,
+                tuple(rank.states.values()),
+                rank.state_slot_bytes,
+                columns,
             )
         )
     comm = comm_bytes(profile.max_num_batched_tokens, cols, len(ranks))
@@ -72,6 +83,19 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str) -> tuple[tuple[KVLaye
     return tuple(layers), offset
 
 
+def state_table(graph: Graph) -> tuple[dict[int, StateLayer], int]:
+    """Each recurrence's part of a slot, by the state's number, and the bytes of a slot."""
+    layers: dict[int, StateLayer] = {}
+    offset = 0
+    for node in graph:
+        if (shape_of := ALL[node.op].state_shape) is not None:
+            shape = shape_of(node.attrs)
+            nbytes = state_bytes(shape)
+            layers[node.attrs.state] = StateLayer(layer_of(node.path), node.op, shape, "f32", offset, nbytes)
+            offset += aligned(nbytes)
+    return layers, offset
+
+
 @dataclass(frozen=True)
 class _Bound:
     """A node that is launched, with its call."""
@@ -89,6 +113,7 @@ class _Rank:
         self.producers = graph.producers()
         self.aliases = resolve(graph)
         self.kv_layers, self.kv_block_bytes = kv_table(graph, profile.block_size, kv_dtype)
+        self.states, self.state_slot_bytes = state_table(graph)
         self.constants = tuple(node for node in graph if node.op == "const")
         self.calls = [self._calls(tokens, kv_dtype) for tokens in profile.token_ranges]
         self._check_packing()
@@ -111,6 +136,8 @@ class _Rank:
             kv_offsets={layer.layer: layer.offset for layer in self.kv_layers},
             max_sequences=self.profile.max_num_seqs,
             max_context=self.profile.max_seq_len,
+            slot_bytes=self.state_slot_bytes,
+            state_offsets={number: layer.offset for number, layer in self.states.items()},
         )
         return [_Bound(node, self._call(node, env)) for node in self.graph if node.op not in SILENT]
 

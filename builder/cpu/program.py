@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmc.artifacts.schema import KVLayer, ShapeProfile, TokenRange
+from llmc.artifacts.schema import KVLayer, ShapeProfile, StateLayer, TokenRange
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.weights.placement import Member
@@ -60,6 +60,8 @@ class Program:
     scratch: Scratch
     kv_layers: tuple[KVLayer, ...]
     kv_block_bytes: int
+    state_layers: tuple[StateLayer, ...]
+    state_slot_bytes: int
     vocab: tuple[int, int]
 
     @cached_property

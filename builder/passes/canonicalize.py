@@ -15,6 +15,7 @@ from collections.abc import Callable
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.operators import ALL
 from llmc.builder.passes.layout import Emitter, Lazy
 from llmc.builder.passes.rewrite import report, tidy
 from llmc.plugins.pointwise.functions import BINARY, UNARY
@@ -128,8 +129,9 @@ def _matmul(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     return e.laid(e.emit("matmul", [left, right]), node.type.shape, order)
 
 
-def _linear(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
-    return e.whole(e.emit("linear", [e.exact(x) for x in inputs], **vars(node.attrs)))
+def _as_traced(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """An operator whose inputs tracing has brought to [rows,columns] already."""
+    return e.whole(e.emit(node.op, [e.exact(x) for x in inputs], **vars(node.attrs)))
 
 
 def _norm(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
@@ -171,10 +173,11 @@ _RULES: dict[str, Rule] = {
     "slice": _slice,
     "concat": _concat,
     "matmul": _matmul,
-    "linear": _linear,
+    "linear": _as_traced,
     "layer_norm": _norm,
     "rms_norm": _norm,
     "embedding": _embedding,
     "select_rows": _select_rows,
     "attention": _attention,
+    **dict.fromkeys((name for name, operator in ALL.items() if operator.state_shape), _as_traced),
 }

@@ -16,7 +16,15 @@ from llmc.builder.passes.views import is_view
 _MOVES = ("transpose", "slice", "concat", "broadcast")
 
 #: Operator -> how many of its first inputs may be columns of a wider value; every other reader wants them side by side.
-STRIDED_INPUTS = {"linear": 1, "rope_cache": 3, "pointwise": 1 << 16}
+STRIDED_INPUTS = {
+    "linear": 1,
+    "rope_cache": 3,
+    "pointwise": 1 << 16,
+    "causal_conv": 1,
+    "ssd_scan": 4,
+    "selective_scan": 4,
+    "gated_delta": 5,
+}
 
 
 def insert_copies(graph: Graph) -> tuple[Graph, PassReport]:

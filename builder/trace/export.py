@@ -24,6 +24,7 @@ from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
 from llmc.builder.trace.hook import IMPLEMENTATION
+from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.weights.recipe import Recipe
 
 #: Example sizes. Different from each other and from 0 and 1, which torch.export would take for constants.
@@ -37,6 +38,7 @@ class Exported:
     """`program` takes ids and positions [1,T] and rows [S]. `buffers`: the values that the model computed for itself,
     by name. `names`: parameter name -> all names of that parameter (tied ones have several). `stored`: how parameters
     are made of the checkpoint's tensors, by any of their names; None where every parameter counts as stored.
+    `positioned`: the model is told the positions.
     """
 
     program: torch.export.ExportedProgram
@@ -44,6 +46,7 @@ class Exported:
     buffers: dict[str, torch.Tensor]
     names: dict[str, tuple[str, ...]]
     stored: dict[str, Recipe] | None
+    positioned: bool
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -59,13 +62,15 @@ class _ParametersOnMeta(TorchFunctionMode):
 class _Ragged(torch.nn.Module):
     """The model as a function of ids, positions and the rows whose logits are wanted."""
 
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: torch.nn.Module, positioned: bool, options: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
+        self._positioned = positioned
         self._options = options
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **self._options).logits
+        place = {"position_ids": positions} if self._positioned else {}
+        return self.model(input_ids=ids, logits_to_keep=rows, **place, **self._options).logits
 
 
 def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> Exported:
@@ -94,7 +99,12 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
     except Exception as error:  # third-party model code under a tracer: anything may come
         reason = "its attention cannot be replaced" if error.args == (IMPLEMENTATION,) else _reason(error)
         raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {reason}") from error
-    return Exported(program, type(model).__name__, buffers, names, stored)
+    return Exported(program, type(model).__name__, buffers, names, stored, _positioned(model))
+
+
+def _positioned(model: Any) -> bool:
+    """Whether the model is told positions; one that only carries states has no use for them."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _name_of(kind: Any) -> str:
@@ -112,21 +122,18 @@ def _reason(error: Exception) -> str:
 
 def _export(model: Any) -> torch.export.ExportedProgram:
     accepted = inspect.signature(model.forward).parameters
-    needed = {
-        "position_ids": "so tokens of several sequences cannot share a step",
-        "logits_to_keep": "so the rows whose logits are wanted cannot be chosen",
-    }
-    for name, consequence in needed.items():
-        if name not in accepted:
-            raise UnsupportedError(f"{type(model).__name__} takes no {name}, {consequence}")
+    if "logits_to_keep" not in accepted:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes no logits_to_keep, so the rows whose logits are wanted cannot be chosen"
+        )
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     wanted = {"use_cache": False, "return_dict": True}
     options = {name: value for name, value in wanted.items() if name in accepted or anything}
-    wrapper = _Ragged(model, options).eval()
+    wrapper = _Ragged(model, _positioned(model), options).eval()
     tokens, rows = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("T", "S"))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), recurrences(model):
         program = torch.export.export(
             wrapper, arguments, dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}), strict=False
         )

@@ -18,13 +18,13 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, layer_of
 from llmc.builder.operators import ALL
-from llmc.builder.trace import aten, complex, shapes
+from llmc.builder.trace import aten, complex, recurrent, shapes
 from llmc.builder.trace.emitter import Complex, Emitter, Name, Value
 from llmc.builder.trace.export import Exported, export, module_path, own_name
 from llmc.builder.trace.table import IDENTITIES, Table
 
 #: Every operator that can be translated.
-TABLE: Table = {**aten.TABLE, **shapes.TABLE}
+TABLE: Table = {**aten.TABLE, **shapes.TABLE, **recurrent.TABLE}
 
 #: Operators that the tracer adds or that only check; no runner executes them.
 _CHECKS = re.compile(r"_assert|sym_|_functional_assert")
@@ -75,7 +75,7 @@ def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None)
         graph.validate(ALL)
     except GraphError as error:
         raise UnsupportedError(f"{exported.architecture}: {error}") from error
-    _check_attention(exported, graph)
+    _check_caches(exported, graph)
     launches, per_layer = _count(exported.program)
     return Traced(graph, exported.architecture, emitter.buffers, launches, per_layer)
 
@@ -197,12 +197,17 @@ def _checked(emitter: Emitter, node: torch.fx.Node, value: Value | tuple[Value, 
     return value
 
 
-def _check_attention(exported: Exported, graph: Graph) -> None:
-    """A model that attends by operators of its own would mix tokens of different sequences."""
+def _check_caches(exported: Exported, graph: Graph) -> None:
+    """A model that attends or carries a state by operators of its own would mix tokens of different sequences."""
     layers = [node.attrs.layer for node in graph if node.op == "attention"]
-    if not layers:
+    if not layers and not any(ALL[node.op].state_shape for node in graph):
         raise UnsupportedError(
-            f"{exported.architecture} does not call transformers' attention interface, so its cache cannot be paged"
+            f"{exported.architecture} calls neither transformers' attention interface nor a recurrent kernel that is "
+            "known here, so nothing keeps the tokens of different sequences apart"
+        )
+    if layers and not exported.positioned:
+        raise UnsupportedError(
+            f"{exported.architecture} takes no position_ids, so tokens of several sequences cannot share a step"
         )
     if len(set(layers)) != len(layers):
         raise UnsupportedError(f"{exported.architecture} attends twice in one layer, or shares a cache between layers")

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LLMC_ABI_VERSION 1
+#define LLMC_ABI_VERSION 2
 
 // What a rank keeps for life. All pointers are 64-byte aligned at least.
 typedef struct llmc_rank {
@@ -15,6 +15,8 @@ typedef struct llmc_rank {
   uint8_t* arena;             // activations; size from the manifest
   uint8_t* kv;                // KV pool: num_blocks blocks for every layer, layout in plugins/paged_attention
   int64_t num_blocks;
+  uint8_t* state;             // recurrent states: num_slots slots of every layer, layout in plugins/cpu/recurrent.h
+  int64_t num_slots;
   uint8_t* comm;              // memory shared by all ranks, zeroed before the first create; size from the manifest
 } llmc_rank;
 
@@ -29,6 +31,7 @@ typedef struct llmc_step {
   const int32_t* query_start; // [num_seqs + 1]
   const int32_t* context_len; // [num_seqs], this step's tokens included
   const int32_t* block_tables;// [num_seqs, block_table_stride]
+  const int32_t* state_slots; // [num_seqs] each sequence's slot; no two share one
   const int32_t* rows;        // [S] token index of each wanted row
   float* logits;              // [S, vocab]; each rank writes its own columns
 } llmc_step;

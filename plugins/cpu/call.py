@@ -126,6 +126,7 @@ class CpuCall:
 class KernelEnv:
     """What a launch may depend on beside its own attributes and types. `tokens` and `rows` are the smallest and the
     largest T and S that this code runs with. `kv_offsets`: layer -> bytes from a block's start to the layer's part.
+    `state_offsets`: state -> bytes from the start of a slot of `slot_bytes` to that state.
     """
 
     tokens: tuple[int, int]
@@ -137,6 +138,8 @@ class KernelEnv:
     kv_offsets: Mapping[int, int] = field(default_factory=dict)
     max_sequences: int = 1
     max_context: int = 1
+    slot_bytes: int = 0
+    state_offsets: Mapping[int, int] = field(default_factory=dict)
 
     def bounds(self, dim: Dim) -> tuple[int, int]:
         """Smallest and largest value of a dimension."""

@@ -116,6 +116,7 @@ class _Run:
             "checkpoint_digest": manifest.checkpoint.digest,
             "precision": manifest.build.precision,
             "tp": str(manifest.build.tp),
+            "prefix_cache": "on" if config.options.reuses_prefixes(manifest) else "off",
         }
         self._context = ServerContext(plan, names, Metrics(names[0], info))
         self._signalled: signal.Signals | None = None

@@ -26,6 +26,8 @@ from llmc.runtime.native import Library, RankMemory, StepArrays
 from tests.unit.builder.weights_of import Tensors
 
 PROFILE = ShapeProfile("test", (TokenRange(1, 1, 4), TokenRange(5, 64, 64)), 8, 256, 16)
+#: Recurrent states, their memory garbage at first: one that is not cleared where a sequence begins shows.
+SLOTS = 8
 
 
 def aligned(data: bytes | int) -> np.ndarray:
@@ -76,6 +78,8 @@ class Engines:
                 kv=aligned(program.kv_block_bytes * blocks),
                 num_blocks=blocks,
                 comm=comm,
+                state=aligned(program.state_slot_bytes * SLOTS),
+                num_slots=SLOTS,
             )
             self.libraries.append(Library(code, f"rank{program.rank}"))
             self.engines.append(self.libraries[-1].create(memory))
@@ -89,6 +93,7 @@ class Engines:
             query_start=context.query_start.astype(np.int32),
             context_len=context.context_len.astype(np.int32),
             block_tables=np.ascontiguousarray(context.block_tables),
+            state_slots=np.ascontiguousarray(context.state_slots),
             rows=inputs["rows"].astype(np.int32),
             logits=logits,
         )

@@ -99,12 +99,14 @@ class Step:
     query_start: np.ndarray
     context_len: np.ndarray
     block_tables: np.ndarray
+    state_slots: np.ndarray | None = None
 
     def struct(self) -> StepStruct:
         tables = self.block_tables
         struct = StepStruct(int(self.query_start[-1]), len(self.context_len), 0, tables.shape[1])
         struct.query_start, struct.context_len = self.query_start.ctypes.data, self.context_len.ctypes.data
         struct.block_tables = tables.ctypes.data
+        struct.state_slots = None if self.state_slots is None else self.state_slots.ctypes.data
         return struct
 
 
@@ -118,12 +120,14 @@ class Rank:
         threads: int = 1,
         kv: np.ndarray | None = None,
         comm: tuple[int, int, np.ndarray, int] = (0, 1, np.empty(0, np.uint8), 0),
+        state: np.ndarray | None = None,
     ) -> None:
         """`comm`: rank, tp, shared memory, slot bytes."""
-        self.dll, self.launches, self.kv = dll, launches, kv
+        self.dll, self.launches, self.kv, self.state = dll, launches, kv, state
         rank, tp, self.comm, slot = comm
         struct = RankStruct(rank, tp, threads)
         struct.kv = None if kv is None else kv.ctypes.data
+        struct.state = None if state is None else state.ctypes.data
         struct.comm = self.comm.ctypes.data if tp > 1 else None
         dll.test_open.restype = ctypes.c_void_p
         dll.test_open.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]

@@ -226,7 +226,7 @@ def test_library_runs_an_engine_and_reports_failures() -> None:
     bytes_ = np.zeros(64, np.uint8)
     memory = native.RankMemory(0, 1, 3, bytes_, bytes_, bytes_, bytes_, num_blocks=7)
     ids, none = np.array([4, 5], INT32), np.empty(0, INT32)
-    step = native.StepArrays(ids, ids, ids, ids[:1], ids.reshape(1, 2), none, np.zeros((1, 1), np.float32))
+    step = native.StepArrays(ids, ids, ids, ids[:1], ids.reshape(1, 2), none, none, np.zeros((1, 1), np.float32))
     engine = library(ISAS[0]).create(memory)
     engine.run(step)
     assert step.logits[0, 0] == 503

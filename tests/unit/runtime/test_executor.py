@@ -29,7 +29,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def chunk(tokens: list[int], start: int, blocks: list[int], rows: int) -> Chunk:
-    return Chunk(array("i", tokens), start, array("i", blocks), rows)
+    return Chunk(array("i", tokens), start, array("i", blocks), rows, 0)
 
 
 def test_steps_of_several_sequences(plan: Plan) -> None:
