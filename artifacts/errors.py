@@ -36,6 +36,16 @@ class UnsupportedError(LlmcError):
     exit_code = 4
 
 
+class GateError(LlmcError):
+    """An engine that is further from its checkpoint than the gate allows; `report` is the build's, not published."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class EnvironmentFault(LlmcError):
     """Something of the machine is missing or exhausted: compiler, disk, memory, ISA."""
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from llmc.artifacts import VERSION
 from llmc.artifacts.calibration import CalibrationTable
-from llmc.artifacts.errors import CheckpointError
+from llmc.artifacts.errors import CheckpointError, GateError
 from llmc.artifacts.plan import PlanWriter, encode_manifest
 from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, RankProgram, ShapeProfile
 from llmc.builder import pipeline
@@ -39,6 +38,7 @@ from llmc.builder.progress import Progress
 from llmc.builder.ranges import check_ranges
 from llmc.builder.report import BuildReport
 from llmc.builder.trace import Traced, trace
+from llmc.builder.verdict import Verdict
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.placement import Member
 from llmc.builder.weights.recipe import evaluate, parse
@@ -74,8 +74,8 @@ class BuildOptions:
 
 #: Is shown the graph as traced and after each pass.
 Watch = Callable[[Stage], None]
-#: Runs a sealed plan and returns sections to add to it (name -> bytes).
-SelfTest = Callable[[Path], Mapping[str, bytes]]
+#: Asks a sealed plan: what to add to it, and whether it may be published.
+SelfTest = Callable[[Path], Verdict]
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,12 @@ def compile_plan(
     progress: Progress,
     self_test: SelfTest | None = None,
     watch: Watch = lambda stage: None,
+    settings: Mapping[str, object] | None = None,
 ) -> BuildReport:
     """Writes the plan. `table` is needed for fp8 with static activations. `self_test` is given the sealed plan before
-    it stands at `out`; `watch` is shown what each pass makes. Raises LlmcError; nothing stands at `out` then that was
-    not there before.
+    it stands at `out`; `watch` is shown what each pass makes; `settings` are the caller's own options, for the
+    manifest. Raises LlmcError; nothing stands at `out` then that was not there before. Of those, a GateError carries
+    the report of the build that was not published.
     """
     target = load_target(options.target)
     profile = _profile(checkpoint, options, target)
@@ -149,15 +151,22 @@ def compile_plan(
         _write_weights(writer, front, source, progress)
         for name, data in _texts(checkpoint, table, memory, front).items():
             writer.add(name, data)
-        build = _build_info(options, front, table, compiler)
+        build = _build_info(options, front, table, compiler, settings or {})
         with progress.stage("seal"):
             manifest = writer.seal(_manifest(checkpoint, front, build))
-        extra = dict(self_test(writer.temporary)) if self_test else {}
-        if extra:
-            manifest = writer.amend(extra)
+        verdict = self_test(writer.temporary) if self_test else Verdict({}, {})
+        if verdict.sections:
+            manifest = writer.amend(verdict.sections)
+        size = writer.temporary.stat().st_size
+        report = _report(out, size, manifest, memory, front, progress, verdict)
+        if verdict.broken:
+            raise GateError(
+                f"gate failed: {'; '.join(verdict.broken)}. Nothing was published; choose a precision that keeps more, "
+                f"or other bounds with --gate",
+                report,
+            )
         writer.publish()
-    quality = json.loads(extra["quality.json"]) if "quality.json" in extra else {}
-    return _report(out, manifest, memory, front, progress, quality)
+    return report
 
 
 def _profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
@@ -244,7 +253,13 @@ def _json(value: object) -> bytes:
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
 
-def _build_info(options: BuildOptions, front: _Front, table: CalibrationTable | None, compiler: Compiler) -> BuildInfo:
+def _build_info(
+    options: BuildOptions,
+    front: _Front,
+    table: CalibrationTable | None,
+    compiler: Compiler,
+    settings: Mapping[str, object],
+) -> BuildInfo:
     kv_dtype = front.compiled.kv_dtype
     config: dict[str, object] = {
         "precision": options.precision,
@@ -265,7 +280,7 @@ def _build_info(options: BuildOptions, front: _Front, table: CalibrationTable | 
         precision=options.precision,
         kv_dtype=kv_dtype,
         tp=options.tp,
-        config=config,
+        config={**config, **settings},
         libraries=libraries,
         passes=front.compiled.reports,
         launches_eager=front.traced.eager_launches,
@@ -320,21 +335,23 @@ def _peak() -> int:
 
 def _report(
     out: Path,
+    size: int,
     manifest: Manifest,
     memory: MemoryPlan,
     front: _Front,
     progress: Progress,
-    quality: dict[str, Any],
+    verdict: Verdict,
 ) -> BuildReport:
     return BuildReport(
         plan=str(out),
+        published=not verdict.broken,
         digest=hashlib.sha256(encode_manifest(manifest)).hexdigest(),
-        plan_bytes=out.stat().st_size,
+        plan_bytes=size,
         seconds=dict(progress.seconds),
         peak_memory_bytes=_peak(),
         launches_traced=front.traced.eager_launches_per_layer,
         launches_compiled=max(launches.per_layer for launches in front.compiled.launches),
         launches_step=max(rank.launches for rank in manifest.ranks),
         memory=memory,
-        quality=quality,
+        quality=dict(verdict.quality),
     )

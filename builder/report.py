@@ -14,13 +14,14 @@ from llmc.builder.memory import MemoryPlan
 
 @dataclass(frozen=True)
 class BuildReport:
-    """`seconds` by stage, in order. `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts
-    what the parent held before exec as its child's. `launches_traced`: kernels a layer that an eager runner launches in
-    a step; `launches_compiled`: of the rank that launches most. `quality`: what asking the finished engine gave, if it
-    was.
+    """`published` False: the gate refused the plan, and it stands nowhere. `seconds` by stage, in order.
+    `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts what the parent held before exec
+    as its child's. `launches_traced`: kernels a layer that an eager runner launches in a step; `launches_compiled`: of
+    the rank that launches most. `quality`: what asking the finished engine gave, if it was.
     """
 
     plan: str
+    published: bool
     digest: str
     plan_bytes: int
     seconds: dict[str, float]
@@ -35,7 +36,7 @@ class BuildReport:
         """For people: name and value."""
         times = [(f"{name}", f"{seconds:.1f} s") for name, seconds in self.seconds.items()]
         return [
-            ("plan", f"{self.plan} ({self.plan_bytes / 1e6:.1f} MB)"),
+            ("plan", f"{self.plan} ({self.plan_bytes / 1e6:.1f} MB){'' if self.published else ', not published'}"),
             ("digest", self.digest),
             *times,
             ("total", f"{sum(self.seconds.values()):.1f} s"),
@@ -53,6 +54,8 @@ def _quality_rows(quality: dict[str, Any]) -> list[tuple[str, str]]:
     rest = dict(quality)
     rows = []
     if "perplexity" in rest and "reference_perplexity" in rest:
-        mine, reference = rest.pop("perplexity"), rest.pop("reference_perplexity")
-        rows.append(("perplexity", f"{mine:.4g}, Hugging Face at fp32 {reference:.4g} ({mine / reference - 1:+.2%})"))
+        mine, reference, change = (
+            rest.pop(name) for name in ("perplexity", "reference_perplexity", "perplexity_change")
+        )
+        rows.append(("perplexity", f"{mine}, Hugging Face at fp32 {reference} ({float(change):+.2%})"))
     return [*rows, *((f"quality: {name.replace('_', ' ')}", str(value)) for name, value in rest.items())]

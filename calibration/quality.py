@@ -6,7 +6,6 @@ torch, checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,8 @@ import numpy as np
 LogitsOf = Callable[[Sequence[int]], np.ndarray]
 
 _STRIDE, _START = 4096, 1024
+#: Logits that are compared at once: 256 KiB of each side.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -56,44 +57,63 @@ def evaluation_windows(encode: Callable[[str], Sequence[int]], windows: int = 12
 
 
 def compare(windows: Iterable[Sequence[int]], reference: LogitsOf, candidate: LogitsOf) -> Quality:
-    """Runs both on every window, one at a time: memory is two windows' logits."""
-    tokens = rows = agree = 0
-    reference_loss = candidate_loss = divergence = 0.0
-    cosines: list[np.ndarray] = []
+    """Runs both on every window, one at a time: memory is two windows' logits. Windows may differ in length."""
+    totals = _Totals()
     for window in windows:
         theirs, ours = reference(window), candidate(window)
         if theirs.shape != ours.shape or len(theirs) != len(window):
             raise ValueError(f"logits of shape {ours.shape} and {theirs.shape} for {len(window)} tokens")
-        cosines.append(_cosine(theirs, ours))
-        agree += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
-        theirs, ours = _log_softmax(theirs), _log_softmax(ours)
-        divergence += float((np.exp(theirs) * (theirs - ours)).sum(dtype=np.float64))
-        reference_loss += _loss(theirs, window)
-        candidate_loss += _loss(ours, window)
-        tokens += len(window) - 1
-        rows += len(window)
-    return Quality(
-        tokens=tokens,
-        reference_perplexity=math.exp(reference_loss / tokens),
-        perplexity=math.exp(candidate_loss / tokens),
-        kl=divergence / rows,
-        top1=agree / rows,
-        cosine_p5=float(np.percentile(np.concatenate(cosines), 5)),
-    )
+        following = np.asarray([*window[1:], -1])  # nothing follows the last one
+        size = max(1, _BLOCK // theirs.shape[1])
+        for at in range(0, len(window), size):
+            totals.add(theirs[at : at + size], ours[at : at + size], following[at : at + size])
+    return totals.quality()
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float32) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+class _Totals:
+    """Sums over rows. A block of rows stays in the processor's cache from one operation to the next."""
+
+    def __init__(self) -> None:
+        self.tokens = self.rows = self.agree = 0
+        self.reference_loss = self.candidate_loss = self.divergence = 0.0
+        self.cosines: list[np.ndarray] = []
+
+    def add(self, theirs: np.ndarray, ours: np.ndarray, following: np.ndarray) -> None:
+        """f32[R, V] of both, and the token that follows each row, -1 for none."""
+        self.rows += len(theirs)
+        self.agree += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
+        self.cosines.append(_dot(theirs, ours) / np.sqrt(_dot(theirs, theirs) * _dot(ours, ours)))
+        theirs, weights, mass = _softmax(theirs)
+        ours, _, mine = _softmax(ours)
+        self.divergence += float((_dot(weights, theirs - ours) / mass + np.log(mine) - np.log(mass)).sum())
+        rows = np.flatnonzero(following >= 0)
+        self.tokens += len(rows)
+        self.reference_loss += float((np.log(mass[rows]) - theirs[rows, following[rows]]).sum())
+        self.candidate_loss += float((np.log(mine[rows]) - ours[rows, following[rows]]).sum())
+
+    def quality(self) -> Quality:
+        """The means. A loss that no float can hold the exponential of is an infinite perplexity."""
+        if not self.tokens:
+            raise ValueError("no window has two tokens: there is nothing to predict")
+        with np.errstate(over="ignore"):
+            reference, candidate = np.exp(np.asarray([self.reference_loss, self.candidate_loss]) / self.tokens)
+        return Quality(
+            tokens=self.tokens,
+            reference_perplexity=float(reference),
+            perplexity=float(candidate),
+            kl=self.divergence / self.rows,
+            top1=self.agree / self.rows,
+            cosine_p5=float(np.percentile(np.concatenate(self.cosines), 5)),
+        )
 
 
-def _loss(log_probabilities: np.ndarray, window: Sequence[int]) -> float:
-    rows = np.arange(len(window) - 1)
-    return -float(log_probabilities[rows, np.asarray(window[1:])].sum(dtype=np.float64))
+def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits less each row's largest, their exponentials, and the exponentials' sum f64[R]."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    weights = np.exp(shifted)
+    return shifted, weights, weights.sum(-1).astype(np.float64)
 
 
-def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    def length(x: np.ndarray) -> np.ndarray:
-        return np.sqrt(np.square(x, dtype=np.float64).sum(-1))
-
-    return np.einsum("tv,tv->t", a, b, dtype=np.float64) / (length(a) * length(b))
+def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Row by row: f64[R], of float32 sums."""
+    return np.vecdot(a, b).astype(np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
@@ -35,7 +35,13 @@ _OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_pass
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
 @click.option("--lock", type=click.Path(path_type=Path), help="Lock file in which to record the plan.")
 @click.option("--verify-passes", is_flag=True, help="Check every pass on the real weights with the interpreter (slow).")
-@click.option("--no-evaluate", is_flag=True, help="Skip the comparison with Hugging Face on text.")
+@click.option(
+    "--gate", help="Bounds: ppl=1.5%,kl=0.02,top1=0.93,cosine=0.99,greedy=0.9, or off. Default: by precision."
+)
+@click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Text to compare on: .txt, .jsonl, folder.")
+@click.option("--eval-windows", default=12, show_default=True, type=click.IntRange(min=1), help="Windows of it.")
+@click.option("--eval-length", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
+@click.option("--no-evaluate", is_flag=True, help="Skip the comparison with Hugging Face on text, and so the gate.")
 @click.option(
     "--dry-run", is_flag=True, help="Print the memory arithmetic and stop; takes nothing that only a build does."
 )
@@ -47,7 +53,7 @@ def command(
     model: Path, fp8: bool, dtype: str | None, dry_run: bool, report: Path | None, as_json: bool, **rest: Any
 ) -> None:
     """Compile a checkpoint into one plan, pinned to the checkpoint's hashes."""
-    from llmc.artifacts.errors import UsageError
+    from llmc.artifacts.errors import GateError, UsageError
 
     if fp8 and dtype:
         raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
@@ -75,8 +81,12 @@ def command(
     if report is not None:
         require_writable(report, "--report")
     evaluate = not rest.pop("no_evaluate")
+    refusal: GateError | None = None
     with make_progress() as progress:
-        result = flow.build(model, precision=precision, evaluate=evaluate, progress=progress, **rest)
+        try:
+            result = flow.build(model, precision=precision, evaluate=evaluate, progress=progress, **rest)
+        except GateError as error:
+            refusal, result = error, cast("BuildReport", error.report)
     text = json.dumps(dataclasses.asdict(result), indent=2, default=str)
     if report is not None:
         write_file(report, f"{text}\n".encode(), "--report")
@@ -84,6 +94,8 @@ def command(
         click.echo(text)
     else:
         _print_report(result)
+    if refusal is not None:
+        raise refusal
 
 
 def _refuse_beside(option: str, allowed: frozenset[str]) -> None:

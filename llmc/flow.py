@@ -2,62 +2,27 @@
 
 Comes in: a checkpoint's path and options. Goes out: `engine.plan`, a `BuildReport`. Must not know: the command line.
 
-    checkpoint -> (calibrate) -> compile -> ask the finished engine -> add golden answers and quality -> publish
+    checkpoint -> (calibrate) -> compile -> examine the finished engine -> gate -> publish
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
-from llmc.artifacts.plan import Plan, machine_features
+from llmc.artifacts.plan import Plan
 from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run, run_stages
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
 from llmc.builder.dump import DumpFolder
 from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
-
-#: What a plan is asked when it is built, and again by `llmc verify --run`. The last one spans blocks and token ranges.
-GOLDEN_PROMPTS = (
-    "The capital of France is",
-    "def add(a, b):",
-    "Once upon a time",
-    "A list of numbers: " + ", ".join(str(n) for n in range(1, 40)),
-)
-#: Tokens of each answer; fewer where max_seq_len has no room for them.
-GOLDEN_TOKENS = 12
-#: Text on which engine and checkpoint are compared: windows of Python's own documentation.
-EVALUATION_WINDOWS, EVALUATION_LENGTH = 12, 512
-
-
-@dataclass(frozen=True)
-class Source:
-    """The checkpoint with its Hugging Face twin, loaded once and only if something asks for it."""
-
-    checkpoint: Checkpoint
-
-    @cached_property
-    def reference(self) -> Any:
-        """The torch module at float32."""
-        from llmc.builder.reference import load_reference
-
-        return load_reference(self.checkpoint)
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of text, with the BOS that the tokenizer itself adds."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_str(self.checkpoint.tokenizer_json.decode())
-        tokenizer.no_truncation()  # a file can switch either on, for whoever used it last
-        tokenizer.no_padding()
-        return list(tokenizer.encode(text).ids)
+from llmc.builder.verdict import Verdict
+from llmc.examine import Exam, examine, require_judge
+from llmc.gate import parse_gate
+from llmc.profiles import load_target
+from llmc.source import Source
 
 
 def build(
@@ -70,7 +35,11 @@ def build(
     target: str = "cpu",
     calib: str | Path | None = None,
     lock: str | Path | None = None,
+    gate: str | None = None,
     evaluate: bool = True,
+    eval_text: str | Path | None = None,
+    eval_windows: int = 12,
+    eval_length: int = 512,
     verify_passes: bool = False,
     dump: str | Path | None = None,
     progress: Progress | None = None,
@@ -78,11 +47,18 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, and the perplexity
-    of both is reported. `dump` is a folder for the graph after each pass. Raises LlmcError; no plan is left then.
+    for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
+    `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
+    documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
+    is published. `dump` is a folder for the graph after each pass.
+
+    Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
     progress = progress or Progress()
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
+    exam = _exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
+    described = load_target(target)
+    require_judge(exam, described.fingerprint.features, str(described))
     source = Source(open_checkpoint(model))
     require_writable(Path(output))
     if lock is not None:
@@ -93,8 +69,8 @@ def build(
     _check_texts(source.checkpoint)
     table = _calibration(source, precision, calib, progress)
 
-    def self_test(plan: Path) -> dict[str, bytes]:
-        return _ask(source, plan, evaluate, progress)
+    def self_test(plan: Path) -> Verdict:
+        return examine(source, plan, exam, progress)
 
     report = compile_plan(source.checkpoint, options, table, Path(output), progress, self_test, watch)
     if lock is not None:
@@ -132,6 +108,18 @@ def plan_memory(model: str | Path, *, precision: str, tp: int, profile: str, tar
     """The memory arithmetic of such a build, before any weight is read."""
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target)
     return dry_run(open_checkpoint(model), options)
+
+
+def _exam(precision: str, gate: str | None, evaluate: bool, text: str | Path | None, windows: int, length: int) -> Exam:
+    """Raises UsageError for options that contradict one another."""
+    bounds = parse_gate(gate, precision)
+    if not evaluate and gate is not None and bounds is not None:
+        raise UsageError(f"--gate {gate} needs the comparison that --no-evaluate skips; drop one of them")
+    if not evaluate and text is not None:
+        raise UsageError(f"--eval {text} is for the comparison that --no-evaluate skips; drop one of them")
+    if windows < 1 or length < 2:
+        raise UsageError(f"the evaluation takes at least 1 window of 2 tokens, not {windows} of {length}")
+    return Exam(evaluate, bounds, None if text is None else Path(text), windows, length)
 
 
 def _check_texts(checkpoint: Checkpoint) -> None:
@@ -173,55 +161,3 @@ def _calibration(
             progress.advanced("calibrate", done, total)
 
         return calibrate(source.checkpoint, Path(calib) if calib is not None else None, progress=advance)
-
-
-def _ask(source: Source, path: Path, evaluate: bool, progress: Progress) -> dict[str, bytes]:
-    """Golden answers and quality of the engine at `path`, as sections; runs its code if this machine can."""
-    plan = Plan.open(path, verify=False)
-    runs_here = set(plan.manifest.target.features) <= machine_features()
-    with progress.stage("golden"):
-        golden = _golden(source, plan, runs_here)
-    quality: dict[str, Any] = {"run": "not asked for" if runs_here else "not run: this machine lacks the target's ISA"}
-    if runs_here and evaluate:
-        with progress.stage("evaluate"):
-            quality = _quality(source, plan)
-    return {"golden.json": _json(golden), "quality.json": _json(quality)}
-
-
-def _golden(source: Source, plan: Plan, runs_here: bool) -> dict[str, Any]:
-    from llmc.builder.reference import greedy
-    from llmc.runtime.selftest import Probe
-
-    longest = plan.manifest.profile.max_seq_len
-    count = min(GOLDEN_TOKENS, longest // 2)
-    prompts = [ids[: longest - count] for text in GOLDEN_PROMPTS if (ids := source.encode(text))]
-    if not prompts:
-        raise CheckpointError(f"{source.checkpoint.path}: the tokenizer turns plain English into nothing")
-    expected = [greedy(source.reference, ids, count) for ids in prompts]
-    answers: list[list[int] | None] = [None] * len(prompts)
-    if runs_here:
-        with Probe(plan) as probe:
-            answers = [probe.greedy(ids, count) for ids in prompts]
-    rows = zip(prompts, expected, answers, strict=True)
-    return {
-        "tokens": count,
-        "prompts": [{"ids": ids, "hf_tokens": hf, "engine_tokens": engine} for ids, hf, engine in rows],
-    }
-
-
-def _quality(source: Source, plan: Plan) -> dict[str, Any]:
-    """Engine beside Hugging Face at fp32 on the evaluation text; rounded, as last digits differ between machines."""
-    from llmc.builder.reference import logits
-    from llmc.calibration.quality import compare, evaluation_windows
-    from llmc.runtime.selftest import Probe
-
-    length = min(EVALUATION_LENGTH, plan.manifest.profile.max_seq_len)
-    windows = evaluation_windows(source.encode, windows=EVALUATION_WINDOWS, length=length)
-    with Probe(plan) as probe:
-        quality = compare(windows, lambda ids: logits(source.reference, ids), probe.logits)
-    numbers = {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(quality).items()}
-    return {"run": "done", "text": "pydoc_data.topics", "windows": len(windows), "window": length, **numbers}
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges
-from llmc.artifacts.errors import CheckpointError, EnvironmentFault, LlmcError, UsageError
+from llmc.artifacts.errors import CheckpointError, EnvironmentFault, GateError, LlmcError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.build import BuildOptions, BuildReport, Progress, compile_plan, dry_run
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
+from llmc.builder.verdict import Verdict
 from tests.models import save_checkpoint
 
 torch.set_num_threads(1)
@@ -40,10 +41,11 @@ class Stages(Progress):
 def built(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildReport, Plan, Stages]:
     out, stages = tmp_path_factory.mktemp("out") / "tiny.plan", Stages()
 
-    def self_test(path: Path) -> dict[str, bytes]:
+    def self_test(path: Path) -> Verdict:
         assert not out.exists()
         assert Plan.open(path).manifest.build.tp == 2
-        return {"quality.json": b'{"perplexity": 11.0, "reference_perplexity": 10.0}'}
+        figures = {"perplexity": 11.0, "reference_perplexity": 10.0, "perplexity_change": 0.1}
+        return Verdict({"quality.json": json.dumps(figures).encode()}, figures)
 
     report = compile_plan(checkpoint, OPTIONS, None, out, stages, self_test)
     return report, Plan.open(out), stages
@@ -101,7 +103,7 @@ def test_the_report_has_every_stage_and_the_peak(built: tuple[BuildReport, Plan,
     assert report.peak_memory_bytes > 50_000_000
     rows = dict(report.rows())
     assert rows["peak memory"].endswith(" MB, without g++")
-    assert rows["perplexity"] == "11, Hugging Face at fp32 10 (+10.00%)"
+    assert rows["perplexity"] == "11.0, Hugging Face at fp32 10.0 (+10.00%)"
     assert "8.0 compiled" in rows["launches a layer"]
 
 
@@ -139,10 +141,14 @@ def test_a_failed_self_test_leaves_the_old_plan(checkpoint: Checkpoint, tmp_path
     out = tmp_path / "x.plan"
     out.write_bytes(b"old")
 
-    def self_test(path: Path) -> dict[str, bytes]:
-        raise LlmcError("not good enough")
+    def self_test(path: Path) -> Verdict:
+        return Verdict({"quality.json": b"{}"}, {"kl": 9.0}, ("KL divergence is 9 (kl: at most 0.02)",))
 
-    with pytest.raises(LlmcError, match="not good enough"):
+    with pytest.raises(GateError, match=r"gate failed: KL divergence is 9 .* Nothing was published") as failure:
         compile_plan(checkpoint, OPTIONS, None, out, Progress(), self_test)
+    report = failure.value.report
+    assert isinstance(report, BuildReport)
+    assert (report.published, report.quality) == (False, {"kl": 9.0})
+    assert dict(report.rows())["plan"].endswith("not published")
     assert out.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.plan"]

@@ -1,0 +1,196 @@
+"""Asks a finished engine and its checkpoint the same questions: golden answers, and the figures that the gate judges.
+
+Comes in: a `Source`, a sealed plan, `Exam`. Goes out: a `Verdict` with the sections golden.json and quality.json.
+Must not know: how plans are compiled, published or reported.
+
+The figures come from PyTorch on one side, whose last digits differ between machines and thread counts; they are rounded
+so far that a plan's bytes do not (barring a figure that lies on the edge between two roundings).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmc.artifacts.errors import CheckpointError, EnvironmentFault, UsageError
+from llmc.artifacts.plan import Plan, machine_features
+from llmc.builder.progress import Progress
+from llmc.builder.reference import batch_logits, forced, greedy
+from llmc.builder.verdict import Verdict
+from llmc.gate import OFF, Gate
+from llmc.source import Source
+
+if TYPE_CHECKING:
+    from llmc.calibration.quality import Quality
+    from llmc.runtime.selftest import Probe
+
+#: What a plan is asked when it is built, and again by `llmc verify --run`. The last one spans blocks and token ranges.
+GOLDEN_PROMPTS = (
+    "The capital of France is",
+    "def add(a, b):",
+    "Once upon a time",
+    "A list of numbers: " + ", ".join(str(n) for n in range(1, 40)),
+)
+#: Tokens of each answer; fewer where max_seq_len has no room for them.
+GOLDEN_TOKENS = 12
+#: For greedy agreement: the first tokens of a window are the prompt, and so many are written behind it.
+_PROMPT, _CONTINUATION = 32, 16
+#: What quality.json says of a comparison that took place.
+DONE = "done"
+DEFAULT_TEXT = "pydoc_data.topics"
+#: Figure -> digits: significant ones of a perplexity and of a divergence, decimals of a share.
+_DIGITS: dict[str, Callable[[float], float]] = {
+    "reference_perplexity": lambda x: float(f"{x:.4g}"),
+    "perplexity": lambda x: float(f"{x:.4g}"),
+    "perplexity_change": lambda x: round(x, 4),
+    "kl": lambda x: round(x, 4),
+    "top1": lambda x: round(x, 3),
+    "cosine_p5": lambda x: round(x, 5),
+    "greedy": lambda x: round(x, 3),
+}
+
+
+@dataclass(frozen=True)
+class Exam:
+    """`evaluate` False: nothing is compared. `gate` None: compared, but published whatever comes of it. `text`: a .txt,
+    a .jsonl or a folder of them (None: Python's own documentation), of which `windows` windows of at most `length`
+    tokens are read.
+    """
+
+    evaluate: bool = True
+    gate: Gate | None = None
+    text: Path | None = None
+    windows: int = 12
+    length: int = 512
+
+
+def require_judge(exam: Exam, features: Sequence[str], target: str) -> None:
+    """Raises EnvironmentFault where a gate is set and this machine cannot run the engine that it is to judge: found out
+    before the build, not after.
+    """
+    missing = sorted(set(features) - machine_features())
+    if exam.evaluate and exam.gate is not None and missing:
+        raise EnvironmentFault(
+            f"this machine lacks {', '.join(missing)}, so an engine for {target} cannot be compared with its "
+            f"checkpoint here, and a build is published only when the gate has judged it; build on a machine that has "
+            f"it, choose another --target, or publish it unjudged with --gate {OFF}"
+        )
+
+
+def examine(source: Source, path: Path, exam: Exam, progress: Progress) -> Verdict:
+    """Runs the engine at `path`, if this machine can, beside the checkpoint's Hugging Face model at float32."""
+    plan = Plan.open(path, verify=False)
+    if not set(plan.manifest.target.features) <= machine_features():
+        with progress.stage("golden"):
+            golden = _golden_without_engine(source, plan)
+        quality: dict[str, Any] = {"run": "not run: this machine lacks the target's ISA"}
+    else:
+        from llmc.runtime.selftest import Probe
+
+        with Probe(plan) as probe:
+            with progress.stage("golden"):
+                golden = _golden(source, probe)
+            quality = {"run": "not asked for"}
+            if exam.evaluate:
+                with progress.stage("evaluate"):
+                    quality = _quality(source, probe, exam, golden["prompts"])
+    gate = exam.gate if quality["run"] == DONE else None
+    broken = gate.broken(quality) if gate is not None else ()
+    quality["gate"] = OFF if gate is None else str(gate)
+    quality["verdict"] = "not judged" if gate is None else "; ".join(broken) or "passed"
+    return Verdict({"golden.json": _json(golden), "quality.json": _json(quality)}, quality, broken)
+
+
+def _golden(source: Source, probe: Probe) -> dict[str, Any]:
+    """The engine's answers, and beside each token the one that the checkpoint has for that place."""
+    prompts, count = _prompts(source, probe.plan)
+    answers = [probe.greedy(ids, count) for ids in prompts]
+    rows = zip(prompts, forced(source.reference, prompts, answers), answers, strict=True)
+    return {
+        "tokens": count,
+        "prompts": [{"ids": ids, "hf_tokens": hf, "engine_tokens": engine} for ids, hf, engine in rows],
+    }
+
+
+def _golden_without_engine(source: Source, plan: Plan) -> dict[str, Any]:
+    """The checkpoint's own answers."""
+    prompts, count = _prompts(source, plan)
+    answers = [greedy(source.reference, ids, count) for ids in prompts]
+    rows = zip(prompts, answers, strict=True)
+    return {"tokens": count, "prompts": [{"ids": ids, "hf_tokens": hf, "engine_tokens": None} for ids, hf in rows]}
+
+
+def _prompts(source: Source, plan: Plan) -> tuple[list[list[int]], int]:
+    """Token ids of the golden prompts, and how many tokens an answer has."""
+    longest = plan.manifest.profile.max_seq_len
+    count = min(GOLDEN_TOKENS, longest // 2)
+    prompts = [ids[: longest - count] for text in GOLDEN_PROMPTS if (ids := source.encode(text))]
+    if not prompts:
+        raise CheckpointError(f"{source.checkpoint.path}: the tokenizer turns plain English into nothing")
+    return prompts, count
+
+
+def _quality(source: Source, probe: Probe, exam: Exam, golden: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    from llmc.calibration.quality import compare
+
+    name, windows = evaluation_text(source, exam, probe.plan.manifest.profile.max_seq_len)
+    reference = batch_logits(source.reference, windows)
+    try:
+        quality = compare(windows, lambda ids: next(reference), probe.logits)
+    except ValueError as error:
+        raise UsageError(f"--eval {name}: {error}") from error
+    agree = [h == e for p in golden for h, e in zip(p["hf_tokens"], p["engine_tokens"], strict=True)]
+    agree += _continuations(source, probe, windows)
+    figures = {**_figures(quality), "greedy": sum(agree) / len(agree)}
+    return {
+        "run": DONE,
+        "text": name,
+        "windows": len(windows),
+        "window": max(map(len, windows)),
+        "tokens": quality.tokens,
+        **{name: _number(_DIGITS[name](value)) for name, value in figures.items()},
+        "greedy_tokens": len(agree),
+    }
+
+
+def _continuations(source: Source, probe: Probe, windows: Sequence[Sequence[int]]) -> list[bool]:
+    """The engine goes on behind the head of each window; whether each of its tokens is what the checkpoint would have
+    written there, given all before it.
+    """
+    heads = [list(window[: max(1, min(_PROMPT, len(window) // 2))]) for window in windows]
+    room = probe.plan.manifest.profile.max_seq_len
+    answers = [probe.greedy(head, min(_CONTINUATION, room - len(head))) for head in heads]
+    expected = forced(source.reference, heads, answers)
+    return [h == e for hf, engine in zip(expected, answers, strict=True) for h, e in zip(hf, engine, strict=True)]
+
+
+def _figures(quality: Quality) -> dict[str, float]:
+    return {name: getattr(quality, name) for name in _DIGITS if name != "greedy"}
+
+
+def _number(value: float) -> float | str:
+    """JSON has neither NaN nor infinity: a broken engine's figures are words."""
+    return value if math.isfinite(value) else str(value)
+
+
+def evaluation_text(source: Source, exam: Exam, longest: int) -> tuple[str, list[list[int]]]:
+    """The text's name for the plan, never a path, and its windows."""
+    from llmc.calibration.data import read_samples
+    from llmc.calibration.quality import evaluation_windows
+
+    length = min(exam.length, longest)
+    if exam.text is None:
+        try:
+            return DEFAULT_TEXT, evaluation_windows(source.encode, windows=exam.windows, length=length)
+        except ValueError as error:
+            raise UsageError(f"--eval-windows {exam.windows} --eval-length {exam.length}: {error}") from error
+    samples = read_samples(source.checkpoint, exam.text, exam.windows, length, seed=0)
+    return f"{samples.source}, sha256 {samples.sha256}", [list(ids) for ids in samples.ids]
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"
