@@ -41,16 +41,23 @@ def cast(e: Emitter, x: Name, dtype: str) -> Name:
 
 # -- elementwise
 
-UNARY = {name: name for name in ("neg", "exp", "log", "tanh", "cos", "sin", "sqrt", "rsqrt", "sigmoid", "silu", "relu",
-                                 "erf", "abs", "square", "reciprocal")}  # fmt: skip
+UNARY = ("neg", "exp", "log", "tanh", "cos", "sin", "sqrt", "rsqrt", "sigmoid", "silu", "relu", "erf", "abs", "square",
+         "reciprocal", "floor", "ceil", "sign", "log1p", "expm1")  # fmt: skip
 
 
 def _unary(op: str) -> Translation:
     return lambda e, self, **_: e.emit(op, [e.value(self)])
 
 
-for _name, _op in UNARY.items():
-    TABLE[_name] = _unary(_op)
+for _name in UNARY:
+    TABLE[_name] = _unary(_name)
+
+
+@aten("round")
+def _round(e: Emitter, self: Value, decimals: int = 0) -> Value:
+    if decimals:
+        raise e.unsupported(f"decimals={decimals} has no translation")
+    return e.emit("round", [e.value(self)])
 
 
 @aten("gelu")

@@ -1,6 +1,7 @@
 // The elementwise functions of plugins/pointwise/functions.py on sixteen lanes; the same bits on every ISA level. Always
 // call them qualified, fn::exp(x): `llmc` has coarser ones of some names. Errors were measured against float64 over a
-// dense grid of arguments. log, sin, cos and pow are computed lane by lane in double: they are rare and must be right.
+// dense grid of arguments. log, log1p, expm1, sin, cos and pow are computed lane by lane in double: they are rare and
+// must be right.
 #pragma once
 #include <cmath>
 
@@ -53,6 +54,34 @@ inline Lanes relu(Lanes x) { return llmc::max(splat(0), x); }
 // NaN where either is.
 inline Lanes maximum(Lanes a, Lanes b) { return select(is_nan(a), a, llmc::max(a, b)); }
 inline Lanes minimum(Lanes a, Lanes b) { return select(is_nan(a), a, llmc::min(a, b)); }
+
+inline Lanes round(Lanes x) { return round_even(x); }
+inline Lanes floor(Lanes x) {
+  const Lanes n = round_even(x);
+  return select(x < n, n - splat(1), n);
+}
+inline Lanes ceil(Lanes x) {
+  const Lanes n = round_even(x);
+  return select(n < x, n + splat(1), n);
+}
+inline Lanes sign(Lanes x) {
+  const Lanes below = select(x < splat(0), splat(-1), x);
+  return select(splat(0) < x, splat(1), below);
+}
+
+// Truths are 1 and 0; what is compared with NaN is false, but for ne.
+inline Lanes truth(Mask m) { return select(m, splat(1), splat(0)); }
+inline Mask equal(Lanes a, Lanes b) { return (a >= b) & (b >= a); }
+inline Lanes lt(Lanes a, Lanes b) { return truth(a < b); }
+inline Lanes le(Lanes a, Lanes b) { return truth(b >= a); }
+inline Lanes gt(Lanes a, Lanes b) { return truth(b < a); }
+inline Lanes ge(Lanes a, Lanes b) { return truth(a >= b); }
+inline Lanes eq(Lanes a, Lanes b) { return truth(equal(a, b)); }
+inline Lanes ne(Lanes a, Lanes b) { return select(equal(a, b), splat(0), splat(1)); }
+inline Lanes where(Lanes condition, Lanes yes, Lanes no) { return select(equal(condition, splat(0)), no, yes); }
+inline Lanes logical_not(Lanes a) { return truth(equal(a, splat(0))); }
+inline Lanes logical_and(Lanes a, Lanes b) { return where(a, ne(b, splat(0)), splat(0)); }
+inline Lanes logical_or(Lanes a, Lanes b) { return where(a, splat(1), ne(b, splat(0))); }
 
 // e^x for every x, infinity and denormals included; 1 ulp. Polynomial of Cephes' expf (Moshier), with fused multiply-adds.
 inline Lanes exp(Lanes x) {
@@ -149,6 +178,14 @@ inline double exp_double(double x) {
   return p * scale;
 }
 
+// Near 0 by the first terms of the series, where 1 would swallow x or what is left of e^x - 1.
+inline double log1p_double(double x) {
+  return std::fabs(x) < 1e-5 ? x * (1 + x * (-0.5 + x / 3)) : log_double(1 + x);
+}
+inline double expm1_double(double x) {
+  return std::fabs(x) < 1e-5 ? x * (1 + x * (0.5 + x / 6)) : exp_double(x) - 1;
+}
+
 // sin (quarter 0) or cos (quarter 1) of x, |x| < 2^53: reduced by multiples of pi/2, which are exact under the fma.
 inline double sine_double(double x, int quarter) {
   if (!(std::fabs(x) < 9007199254740992.0)) return NAN;
@@ -179,6 +216,8 @@ inline Lanes by_lane(Lanes x, F f) {
   return load(a);
 }
 inline Lanes log(Lanes x) { return by_lane(x, log_double); }
+inline Lanes log1p(Lanes x) { return by_lane(x, log1p_double); }
+inline Lanes expm1(Lanes x) { return by_lane(x, expm1_double); }
 inline Lanes sin(Lanes x) {
   return by_lane(x, [](double v) { return sine_double(v, 0); });
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmc.artifacts.types import Dim, TensorType
 from llmc.plugins.operator import Operator, StepContext
-from llmc.plugins.pointwise.functions import BINARY, UNARY
+from llmc.plugins.pointwise.functions import ARITY, FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def visit(
             case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
                 return number(-float("inf"))
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-                arity = 1 if name in UNARY else 2 if name in BINARY else None
+                arity = ARITY.get(name)
                 if arity is None:
                     raise ValueError(f"{name} in {expr!r} is not an elementwise function")
                 if arity != len(args):
@@ -89,8 +89,7 @@ def evaluate(expr: str, inputs: Sequence[np.ndarray]) -> np.ndarray:
 
     def call(name: str, *operands: np.ndarray) -> np.ndarray:
         wide = [np.asarray(o).astype(np.float64) for o in operands]
-        function: Callable[..., np.ndarray] = UNARY[name] if name in UNARY else BINARY[name]
-        return np.asarray(function(*wide)).astype(np.float32)
+        return np.asarray(FUNCTIONS[name](*wide)).astype(np.float32)
 
     values = [np.asarray(x).astype(np.float32) for x in inputs]
     with np.errstate(all="ignore"):

@@ -9,7 +9,7 @@ from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.pointwise import Attrs, infer
 from llmc.plugins.pointwise.cpu import launch
-from llmc.plugins.pointwise.functions import BINARY, UNARY
+from llmc.plugins.pointwise.functions import ARITY, BINARY, FUNCTIONS, TRUTHS, UNARY
 from tests.unit.plugins.compiled import ISAS, aligned
 from tests.unit.plugins.harness import Library
 
@@ -18,7 +18,7 @@ ULPS = dict.fromkeys(UNARY, 1.0) | {"tanh": 2, "sigmoid": 2.5, "silu": 3, "rsqrt
 #: Below this size errors are measured against it: kernels give 0 for what is nearly 0.
 FLOORS = {"sigmoid": 1e-30, "silu": 1e-30}
 CANCELLING = {"gelu", "gelu_tanh"}
-NAMES = [*UNARY, *BINARY]
+NAMES = list(FUNCTIONS)
 
 
 @cache
@@ -26,7 +26,7 @@ def library(isa: str) -> Library:
     x = TensorType("f32", ("T",))
     calls = []
     for name in NAMES:
-        types = [x] * (2 if name in BINARY else 1)
+        types = [x] * ARITY[name]
         attrs = Attrs(f"{name}({', '.join(f'i{i}' for i in range(len(types)))})")
         calls.append(launch(attrs, types, infer(attrs, types), KernelEnv((1, 1 << 20), (0, 1))))
     return Library(calls, isa)
@@ -74,6 +74,15 @@ def test_unary(name: str) -> None:
         check(results[0], want, ULPS[name], floor=FLOORS.get(name, 1e-37))
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize("name", [*sorted(TRUTHS), "where"])
+def test_truths_and_choices_are_exact(name: str) -> None:
+    special = np.array([0, -0.0, 1, -1, 0.5, 1e-40, np.inf, -np.inf, np.nan, 7], np.float32)
+    operands = [np.ravel(v) for v in np.meshgrid(*[special] * ARITY[name])]
+    want = FUNCTIONS[name](*(o.astype(np.float64) for o in operands)).astype(np.float32)
+    for isa in ISAS:
+        np.testing.assert_array_equal(compute(isa, name, *operands), want)
 
 
 @pytest.mark.parametrize("name", sorted(BINARY))
