@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,48 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 #: Raised by one whenever a reader of the older number could misread the newer table.
-TABLE_VERSION = 1
+TABLE_VERSION = 2
+_READABLE = (1, 2)
+ACTIVATIONS = ("token", "static")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`kept` in bf16, or rounded to E4M3; `loss`: what FP8 costs in this module alone, measured, in nats a token;
+    `input_scale`: what its input is divided by where activations are static.
+    """
+
+    kept: bool
+    loss: float
+    input_scale: float
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """`input_amax`: largest |x| of the module's input; `weight_amax`: largest |w| of each output channel."""
+    """`input_amax`: largest |x| of the module's input; `weight_amax`: largest |w| of each output channel; `choice`:
+    None in a table of ranges alone.
+    """
 
     input_amax: float
     weight_amax: tuple[float, ...]
+    choice: Choice | None = None
 
     def to_json(self) -> str:
         """With the fewest digits that read back to the same float32: a third of what Python writes for the double."""
         weights = ",".join(str(np.float32(w)) for w in self.weight_amax)
-        return f'{{"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
+        head = ""
+        if self.choice is not None:
+            kept, loss, scale = self.choice.kept, np.float32(self.choice.loss), np.float32(self.choice.input_scale)
+            head = f'"kept":{json.dumps(kept)},"loss":{loss!s},"input_scale":{scale!s},'
+        return f'{{{head}"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
+
+
+@dataclass(frozen=True)
+class RoundedFile:
+    """The file of rounded weights: its name in the table's folder, and what it must hash to."""
+
+    file: str
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -53,14 +81,27 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """Ranges by the Hugging Face path of a linear module, such as `model.layers.0.self_attn.q_proj`."""
+    """Ranges and choices by the Hugging Face path of a linear module, such as `model.layers.0.self_attn.q_proj`.
+
+    The weights were rounded for inputs scaled as `activations` (token|static) says, and modules kept up to `budget`
+    times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `folder` is where the table was
+    read from.
+    """
 
     checkpoint: str
     modelopt: str
     recipe: str
     data: CalibrationData
     tensors: Mapping[str, Ranges]
-    version: int = TABLE_VERSION
+    activations: str | None = None
+    budget: float | None = None
+    rounded: RoundedFile | None = None
+    folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def version(self) -> int:
+        """1: ranges alone, 2: with choices and rounded weights."""
+        return 1 if self.rounded is None else TABLE_VERSION
 
     def check(self, digest: str) -> None:
         """Raises CheckpointError unless the table was made from the checkpoint with this digest."""
@@ -79,6 +120,8 @@ class CalibrationTable:
             "recipe": self.recipe,
             "data": asdict(self.data),
         }
+        if self.rounded is not None:
+            head |= {"activations": self.activations, "budget": self.budget, "rounded": asdict(self.rounded)}
         lines = [f"  {json.dumps(path)}: {self.tensors[path].to_json()}" for path in sorted(self.tensors)]
         body = json.dumps(head, indent=1)[:-2]
         return (body + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
@@ -92,12 +135,13 @@ class CalibrationTable:
             raise UsageError(f"{where}: is not JSON ({error}); make it again with `llmc calibrate`") from None
         if not isinstance(value, dict) or "version" not in value:
             raise UsageError(f"{where}: has no version: it is not a calibration table; `llmc calibrate` writes one")
-        if value["version"] != TABLE_VERSION:
+        version = value["version"]
+        if version not in _READABLE:
             raise UsageError(
-                f"{where}: has version {value['version']!r}, this llmc reads version {TABLE_VERSION}; make it again "
-                f"with `llmc calibrate`"
+                f"{where}: has version {version!r}, this llmc reads versions {_READABLE[0]} to {_READABLE[-1]}; make "
+                f"it again with `llmc calibrate`"
             )
-        reader = _Reader(where)
+        reader = _Reader(where, version > 1)
         data = reader.field(value, "data", dict)
         tensors = reader.field(value, "tensors", dict)
         return CalibrationTable(
@@ -112,16 +156,19 @@ class CalibrationTable:
                 seed=reader.field(data, "seed", int),
             ),
             tensors={path: reader.ranges(path, item) for path, item in tensors.items()},
+            **reader.rounding(value),
         )
 
 
 def read_table(path: Path) -> CalibrationTable:
-    """The table in a file; raises UsageError naming it when it cannot be read or is not valid."""
+    """The table in a file; raises UsageError naming it when it cannot be read or is not valid. The rounded weights
+    beside it are looked for when they are needed.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; `llmc calibrate` writes a table") from error
-    return CalibrationTable.from_json(raw, str(path))
+    return replace(CalibrationTable.from_json(raw, str(path)), folder=path.parent)
 
 
 @dataclass(frozen=True)
@@ -129,12 +176,40 @@ class _Reader:
     """Takes fields out of decoded JSON, with errors that name the field."""
 
     where: str
+    choices: bool  # whether the table has them
 
-    def field(self, value: dict[str, Any], key: str, kind: type) -> Any:
+    def field(self, value: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
         item = value.get(key)
         if not isinstance(item, kind) or isinstance(item, bool):
-            raise UsageError(f"{self.where}: {key} is {item!r}, expected {kind.__name__}")
+            expected = "a number" if isinstance(kind, tuple) else kind.__name__
+            raise UsageError(f"{self.where}: {key} is {item!r}, expected {expected}")
         return item
+
+    def rounding(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The fields that tables of ranges alone lack."""
+        if not self.choices:
+            return {}
+        activations = self.field(value, "activations", str)
+        if activations not in ACTIVATIONS:
+            raise UsageError(f"{self.where}: activations is {activations!r}, expected {' or '.join(ACTIVATIONS)}")
+        rounded = self.field(value, "rounded", dict)
+        file = self.field(rounded, "file", str)
+        if Path(file).name != file:
+            raise UsageError(f"{self.where}: rounded.file is {file!r}, expected the name of a file beside the table")
+        return {
+            "activations": activations,
+            "budget": float(self.field(value, "budget", (int, float))),
+            "rounded": RoundedFile(file, self.field(rounded, "sha256", str)),
+        }
+
+    def choice(self, path: str, value: dict[str, Any]) -> Choice | None:
+        if not self.choices:
+            return None
+        kept = value.get("kept")
+        if not isinstance(kept, bool):
+            raise UsageError(f"{self.where}: {path}.kept is {kept!r}, expected true or false")
+        loss, scale = (self.amax(f"{path}.{key}", value.get(key)) for key in ("loss", "input_scale"))
+        return Choice(kept, loss, scale)
 
     def ranges(self, path: str, value: Any) -> Ranges:
         if not isinstance(value, dict):
@@ -145,6 +220,7 @@ class _Reader:
         return Ranges(
             self.amax(f"{path}.input_amax", value.get("input_amax")),
             tuple(self.amax(f"{path}.weight_amax", item) for item in weights),
+            self.choice(path, value),
         )
 
     def amax(self, name: str, value: Any) -> float:

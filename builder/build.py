@@ -42,6 +42,7 @@ from llmc.builder.verdict import Verdict
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.placement import Member
 from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.rounded import open_rounded
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
 from llmc.profiles import TargetDescription, load_profile, load_target
@@ -134,8 +135,9 @@ def compile_plan(
     toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
     if table is not None:
         table.check(checkpoint.digest)
+    rounded = open_rounded(table)
     front = _front(checkpoint, options, table, profile, target, progress, watch)
-    source = ModelWeights(checkpoint, front.traced.buffers)
+    source = ModelWeights(checkpoint, front.traced.buffers, rounded)
     if table is not None:
         with progress.stage("ranges"):
             check_ranges(front.traced.graph, table, source)
@@ -201,7 +203,7 @@ def _compile_options(
 ) -> CompileOptions:
     verifier = None
     if options.verify_passes:
-        source = ModelWeights(checkpoint, traced.buffers)
+        source = ModelWeights(checkpoint, traced.buffers, open_rounded(table))
         verifier = Verifier(cache(lambda recipe: evaluate(parse(recipe), source)))
     return CompileOptions(
         precision=options.precision,

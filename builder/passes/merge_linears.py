@@ -1,7 +1,8 @@
 """Linear layers that read the same input become one, whose output is cut by views.
 
 Comes in: separate (sharded) linears. Goes out: `merge_qkv` joins those that feed one `rope_cache`, `merge_gate_up`
-those of a gated product act(gate) * up. Must not know: ranks; each rank's pieces are joined as they are.
+those of a gated product act(gate) * up, each as far as they are of one precision. Must not know: ranks; each rank's
+pieces are joined as they are.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | No
     for path, found in places:
         linears = [n for n in found if n]
         if len(linears) == len(found) and _alike(view, linears):
-            edit.before(linears[0], *_join(view, edit, linears))
+            for group in _by_precision(view, linears):
+                if len(group) > 1:
+                    edit.before(group[0], *_join(view, edit, group))
             matched.append(path)
         else:
             missed.append(path)
@@ -67,15 +70,23 @@ def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | No
 
 
 def _alike(view: View, linears: Sequence[Node]) -> bool:
-    """Whether one kernel call can compute them: same input, same weight dtype, all or none with bias and epilogue."""
+    """Whether one kernel call can compute them, but for their precision: same input, all or none with bias and
+    epilogue.
+    """
     first, *others = linears
-    same = ("bias", "x_per_token", "epilogue", "all_reduce")
+    same = ("bias", "epilogue", "all_reduce")
     return all(
-        n.inputs[0] == first.inputs[0]
-        and view.types[n.inputs[1]].dtype == view.types[first.inputs[1]].dtype
-        and all(getattr(n.attrs, key) == getattr(first.attrs, key) for key in same)
+        n.inputs[0] == first.inputs[0] and all(getattr(n.attrs, key) == getattr(first.attrs, key) for key in same)
         for n in others
     ) and all(weight_recipe(view, w) is not None for n in linears for w in n.inputs[1:])
+
+
+def _by_precision(view: View, linears: Sequence[Node]) -> list[list[Node]]:
+    """Those of one precision together: what calibration keeps in bf16 has a kernel call of its own."""
+    groups: dict[object, list[Node]] = {}
+    for node in linears:
+        groups.setdefault((view.types[node.inputs[1]].dtype, node.attrs.x_per_token), []).append(node)
+    return list(groups.values())
 
 
 def _join(view: View, edit: Edit, linears: Sequence[Node]) -> list[Node]:

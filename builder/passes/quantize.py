@@ -4,9 +4,9 @@ Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. 
 E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
-which is bf16 like the embedding. A weight's scale is the largest magnitude of its row / 448, from the weight itself
-(`builder/ranges.py` holds the table against it); x_scale is the table's input_amax / 448, or each token's own where
-activations are scaled by token.
+which is bf16 like the embedding, and those that the table keeps in bf16. A weight that the table rounded is taken as
+it is stored there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py`
+holds the table against it). Inputs are scaled by each token's largest magnitude / 448, or statically by the table.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, leaves
+from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, Recipe, StoredTensor, leaves
+from llmc.builder.weights.rounded import scale_name, weight_name
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Precision:
     table: CalibrationTable | None = None
     activations: str = "static"
 
+    def ranges(self, path: str) -> Ranges | None:
+        """What the table says of a module."""
+        return None if self.table is None else self.table.tensors.get(path)
+
 
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
@@ -40,7 +45,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     if precision.name == "fp32":
         return graph, report("quantize", graph, graph, 0)
     heads = head_linears(view)
-    matched, notes = 0, []
+    matched, notes = 0, _summary(precision)
     for node in graph:
         if node.op not in ("linear", "embedding"):
             continue
@@ -48,7 +53,9 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
-        if precision.name == "bf16" or node.op == "embedding" or node.out in heads:
+        ranges = precision.ranges(node.path)
+        kept = ranges is not None and ranges.choice is not None and ranges.choice.kept
+        if precision.name == "bf16" or node.op == "embedding" or node.out in heads or kept:
             edit.swap(node, _bf16(view, edit, node))
         else:
             edit.swap(node, _fp8(view, edit, node, precision))
@@ -84,14 +91,34 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     recipe = weight_recipe(view, node.inputs[1])
     assert recipe is not None
     kind = view.types[node.inputs[1]]
-    scale = Fp8Scale(recipe)
-    weight = edit.param(Fp8(recipe, scale), TensorType("f8e4m3", kind.shape), node)
+    quantized, scale = _rounded(recipe, node, precision)
+    weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
     scales = edit.param(scale, TensorType("f32", kind.shape[:1]), node)
     inputs = [node.inputs[0], weight.out, scales.out, *node.inputs[2:]]
     types = [view.types[node.inputs[0]], weight.type, scales.type, *(view.types[n] for n in node.inputs[2:])]
     per_token = precision.activations == "token"
     attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": None if per_token else _x_scale(node, precision)}
     return edit.make("linear", inputs, types, attrs, like=node, outputs=node.outputs)
+
+
+def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:
+    """E4M3 bytes and scales of a weight: those of the table, or rounded to nearest here."""
+    ranges = precision.ranges(node.path)
+    if ranges is None or ranges.choice is None:
+        scale = Fp8Scale(recipe)
+        return Fp8(recipe, scale), scale
+    return StoredTensor(weight_name(node.path), "f8e4m3"), StoredTensor(scale_name(node.path), "f32")
+
+
+def _summary(precision: Precision) -> list[str]:
+    """Of the table's choices: what FP8 costs in each module, the dearest first, and which are kept for that."""
+    tensors = {} if precision.table is None or precision.name != "fp8" else precision.table.tensors
+    choices = {path: ranges.choice for path, ranges in tensors.items() if ranges.choice is not None}
+    total = sum(choice.loss for choice in choices.values()) or 1.0
+    return [
+        f"{path}: {100 * choice.loss / total:.2f} % of the loss of pure FP8, {'kept in bf16' if choice.kept else 'FP8'}"
+        for path, choice in sorted(choices.items(), key=lambda item: (-item[1].loss, item[0]))
+    ]
 
 
 def _x_scale(node: Node, precision: Precision) -> float:
@@ -105,7 +132,7 @@ def _x_scale(node: Node, precision: Precision) -> float:
             f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
             "calibrate this model again, or build with --dtype bf16"
         )
-    scale = entry.input_amax / FP8_MAX
+    scale = entry.input_amax / FP8_MAX if entry.choice is None else entry.choice.input_scale
     if not np.float32(scale) > 0:
         raise UnsupportedError(
             f"linear @{node.path}: input_amax is {entry.input_amax} in the calibration table, too little for a float32 "

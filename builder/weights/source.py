@@ -1,6 +1,7 @@
-"""Where recipes read when a model is built: the checkpoint's tensors, and constants that the traced model computed.
+"""Where recipes read when a model is built: the checkpoint, what a calibration rounded, the traced model's constants.
 
-Comes in: a `Checkpoint`, buffers by name. Goes out: arrays and shapes. Must not know: recipes, graphs.
+Comes in: a `Checkpoint`, buffers by name, perhaps `RoundedWeights`. Goes out: arrays and shapes. Must not know:
+recipes, graphs.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmc.builder.checkpoint import Checkpoint
-from llmc.builder.weights.recipe import Buffer, Leaf
+from llmc.builder.weights.recipe import Buffer, Leaf, StoredTensor
+from llmc.builder.weights.rounded import RoundedWeights
 
 
 class ModelWeights:
     """A `Source` and, for streaming, a `Shaped` one."""
 
-    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray]) -> None:
-        self._checkpoint, self._buffers = checkpoint, buffers
+    def __init__(
+        self, checkpoint: Checkpoint, buffers: Mapping[str, np.ndarray], rounded: RoundedWeights | None = None
+    ) -> None:
+        self._checkpoint, self._buffers, self._rounded = checkpoint, buffers, rounded
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf, without reading it."""
         if isinstance(leaf, Buffer):
             return self._buffers[leaf.name].shape
+        if isinstance(leaf, StoredTensor) and self._rounded is not None:
+            return self._rounded.shape(leaf.name)
         return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
@@ -30,7 +36,9 @@ class ModelWeights:
         return self._checkpoint.read(name, start, stop)
 
     def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
-        """A tensor as the checkpoint stores it, or rows of it."""
+        """A tensor as the calibration or else the checkpoint stores it, or rows of it."""
+        if self._rounded is not None:
+            return self._rounded.read(name, start, stop)
         return self._checkpoint.read(name, start, stop)
 
     def buffer(self, name: str) -> np.ndarray:

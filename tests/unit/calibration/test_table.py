@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges, read_table
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile, read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 DATA = CalibrationData("written by the model itself", "b" * 64, 8, 2048, 0)
@@ -18,6 +18,41 @@ TABLE = CalibrationTable(
     "a" * 64, "0.47.0", "max", DATA, {"m.b": Ranges(0.5, (THIRD, 0.0)), "m.a": Ranges(2.0, (3.0,))}
 )
 amax = st.floats(0, 2.0**127, width=32)
+
+
+ROUNDED = CalibrationTable(
+    "a" * 64,
+    "0.47.0",
+    "compensated",
+    DATA,
+    {"m.a": Ranges(2.0, (3.0,), Choice(True, 0.25, THIRD)), "m.b": Ranges(0.5, (THIRD,), Choice(False, 0.0, 1.0))},
+    "static",
+    1.1,
+    RoundedFile("table.safetensors", "f" * 64),
+)
+
+
+def test_choices_read_back_the_same() -> None:
+    assert CalibrationTable.from_json(ROUNDED.to_json()) == ROUNDED
+    assert CalibrationTable.from_json(ROUNDED.to_json()).to_json() == ROUNDED.to_json()
+    assert (TABLE.version, ROUNDED.version) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activations": "dynamic"}, "activations is 'dynamic', expected token or static"),
+        ({"budget": "1.1"}, "budget is '1.1', expected a number"),
+        ({"rounded": None}, "rounded is None"),
+        ({"rounded": {"file": "../t.safetensors", "sha256": ""}}, "expected the name of a file beside the table"),
+        ({"tensors": {"m.a": {"input_amax": 1, "weight_amax": [1]}}}, r"m\.a\.kept is None"),
+        ({"tensors": {"m.a": {"kept": True, "input_amax": 1, "weight_amax": [1]}}}, r"m\.a\.loss is None"),
+    ],
+)
+def test_a_damaged_choice_is_named(changes: dict[str, Any], words: str) -> None:
+    raw = json.dumps(json.loads(ROUNDED.to_json()) | changes).encode()
+    with pytest.raises(UsageError, match=words):
+        CalibrationTable.from_json(raw)
 
 
 @given(st.dictionaries(st.text(), st.builds(Ranges, amax, st.lists(amax, min_size=1).map(tuple))))
@@ -41,7 +76,7 @@ def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "version 2, this llmc reads version 1"),
+        ({"version": 3}, "version 3, this llmc reads versions 1 to 2"),
         ({"checkpoint": 7}, "checkpoint is 7"),
         ({"data": None}, "data is None"),
         ({"data": {"source": "x"}}, "sha256 is None"),
