@@ -124,11 +124,12 @@ def compile_plan(
     self_test: SelfTest | None = None,
     watch: Watch = lambda stage: None,
     settings: Mapping[str, object] | None = None,
+    parity: str = "not checked",
 ) -> BuildReport:
     """Writes the plan. `table` is needed for fp8 with static activations. `self_test` is given the sealed plan before
     it stands at `out`; `watch` is shown what each pass makes; `settings` are the caller's own options, for the
-    manifest. Raises LlmcError; nothing stands at `out` then that was not there before. Of those, a GateError carries
-    the report of the build that was not published.
+    manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out` then that was not
+    there before. Of those, a GateError carries the report of the build that was not published.
     """
     target = load_target(options.target)
     profile = _profile(checkpoint, options, target)
@@ -160,7 +161,7 @@ def compile_plan(
         if verdict.sections:
             manifest = writer.amend(verdict.sections)
         size = writer.temporary.stat().st_size
-        report = _report(out, size, manifest, memory, front, progress, verdict)
+        report = _report(out, size, manifest, memory, front, progress, verdict, parity)
         if verdict.broken:
             raise GateError(
                 f"gate failed: {'; '.join(verdict.broken)}. Nothing was published; choose a precision that keeps more, "
@@ -343,6 +344,7 @@ def _report(
     front: _Front,
     progress: Progress,
     verdict: Verdict,
+    parity: str,
 ) -> BuildReport:
     return BuildReport(
         plan=str(out),
@@ -356,4 +358,5 @@ def _report(
         launches_step=max(rank.launches for rank in manifest.ranks),
         memory=memory,
         quality=dict(verdict.quality),
+        parity=parity,
     )

@@ -17,7 +17,8 @@ class BuildReport:
     """`published` False: the gate refused the plan, and it stands nowhere. `seconds` by stage, in order.
     `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts what the parent held before exec
     as its child's. `launches_traced`: kernels a layer that an eager runner launches in a step; `launches_compiled`: of
-    the rank that launches most. `quality`: what asking the finished engine gave, if it was.
+    the rank that launches most. `quality`: what asking the finished engine gave, if it was. `parity`: how much of text
+    handling was compared with transformers'.
     """
 
     plan: str
@@ -31,6 +32,7 @@ class BuildReport:
     launches_step: int
     memory: MemoryPlan
     quality: dict[str, Any]
+    parity: str
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: name and value."""
@@ -45,6 +47,7 @@ class BuildReport:
             ("KV of a token", f"{self.memory.kv_block_bytes // self.memory.block_size:,} B ({self.memory.kv_dtype})"),
             ("launches a layer", f"{self.launches_traced:.1f} as traced, {self.launches_compiled:.1f} compiled"),
             ("launches a step", f"{self.launches_step}"),
+            ("tokenizer and chat", self.parity),
             *_quality_rows(self.quality),
         ]
 

@@ -21,6 +21,7 @@ from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
 from llmc.builder.verdict import Verdict
 from llmc.examine import Exam, examine, require_judge
 from llmc.gate import parse_gate
+from llmc.parity import check_parity
 from llmc.profiles import load_target
 from llmc.source import Source
 
@@ -67,12 +68,16 @@ def build(
     with progress.stage("hash"):
         source.checkpoint.pin()
     _check_texts(source.checkpoint)
+    with progress.stage("parity"):
+        parity = check_parity(source.checkpoint)
     table = _calibration(source, precision, calib, progress)
 
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, progress)
 
-    report = compile_plan(source.checkpoint, options, table, Path(output), progress, self_test, watch)
+    report = compile_plan(
+        source.checkpoint, options, table, Path(output), progress, self_test, watch, parity=str(parity)
+    )
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
     return report

@@ -128,11 +128,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text; raises RequestError when the template refuses the messages.
 
-        `continue_final_message` leaves the last message open, for the model to go on with it.
+        `continue_final_message` leaves the last message open, for the model to go on with it; `tools` are JSON schemas.
         """
         if not messages:
             raise RequestError("messages is empty; at least one message is needed", "messages")
@@ -146,8 +147,8 @@ class ChatTemplate:
                     "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
                 )
             messages[-1] = {**messages[-1], "content": messages[-1].get("content", "") + _CONTINUE}
-        # tools and documents stand for nothing: templates ask `if tools is not none`.
-        scope = {**self._variables, "tools": None, "documents": None, **(variables or {})}
+        # What is not given is None, not undefined: templates ask `if tools is not none`.
+        scope = {**self._variables, "tools": tools, "documents": None, **(variables or {})}
         try:
             text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **scope)
         except Exception as error:  # a template is a program, and what it is given came with the request
