@@ -30,11 +30,13 @@ from llmc.builder.passes.fold_positions import fold_positions
 from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
+from llmc.builder.passes.fuse_experts import fuse_experts
 from llmc.builder.passes.fuse_pointwise import fuse_pointwise
 from llmc.builder.passes.fuse_qk_norm import fuse_qk_norm
 from llmc.builder.passes.fuse_residual_norm import fuse_residual_norm
 from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.builder.passes.fuse_rotary import fuse_rotary
+from llmc.builder.passes.fuse_rows import fuse_rows
 from llmc.builder.passes.insert_copies import insert_copies
 from llmc.builder.passes.merge_linears import merge_gate_up, merge_qkv
 from llmc.builder.passes.quantize import Precision, quantize
@@ -60,6 +62,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         canonicalize,
         fold_weights,
         fold_positions,
+        fuse_experts,
         partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations)),
         split_packed,
         fold_activations,
@@ -78,6 +81,7 @@ RANK_PASSES: list[Pass] = [
     merge_gate_up,
     fuse_activation,
     fuse_residual_norm,
+    fuse_rows,
     fuse_pointwise,
     insert_copies,
     check_lowerable,

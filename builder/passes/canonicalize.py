@@ -18,6 +18,7 @@ from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.passes.layout import Emitter, Lazy
 from llmc.builder.passes.rewrite import report, tidy
+from llmc.builder.primitives.logic import COMPARISONS, LOGICAL
 from llmc.plugins.pointwise.functions import BINARY, UNARY
 
 Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
@@ -144,6 +145,19 @@ def _norm(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     return e.laid(name, x.shape, order)
 
 
+def _choice(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Over the last traced axis; what leads is the same for all inputs. A number that is put everywhere stays one."""
+    last = len(node.type.shape) - 1
+    tensors = [x for x in inputs if x.shape]
+    order = [i for i in e.order(tensors, [last]) if i != last] + [last]
+    names = [e.align(x, order) if x.shape else x.name for x in inputs]
+    return e.laid(e.emit(node.op, names, **vars(node.attrs)), node.type.shape, order)
+
+
+def _grouped_linear(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    return e.whole(e.emit("grouped_linear", [e.exact(x) for x in inputs], **vars(node.attrs)))
+
+
 def _embedding(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     ids, table = inputs
     order = ids.stored()
@@ -164,8 +178,10 @@ def _attention(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("input", "param", "const"), _source),
-    **dict.fromkeys((*UNARY, "cast"), _unary),
-    **dict.fromkeys(BINARY, _binary),
+    **dict.fromkeys((*UNARY, "cast", "logical_not"), _unary),
+    **dict.fromkeys((*BINARY, *COMPARISONS, *LOGICAL, "where"), _binary),
+    **dict.fromkeys(("topk", "gather", "scatter"), _choice),
+    "grouped_linear": _grouped_linear,
     "reduce": _reduce,
     "reshape": _reshape,
     "transpose": _transpose,

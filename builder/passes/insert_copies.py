@@ -18,8 +18,10 @@ _MOVES = ("transpose", "slice", "concat", "broadcast")
 #: Operator -> how many of its first inputs may be columns of a wider value; every other reader wants them side by side.
 STRIDED_INPUTS = {
     "linear": 1,
+    "grouped_linear": 1,
     "rope_cache": 3,
     "pointwise": 1 << 16,
+    "rowwise": 1 << 16,
     "causal_conv": 1,
     "ssd_scan": 4,
     "selective_scan": 4,

@@ -4,9 +4,10 @@ Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. 
 E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
-which is bf16 like the embedding, and those that the table keeps in bf16. A weight that the table rounded is taken as
-it is stored there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py`
-holds the table against it). Inputs are scaled by each token's largest magnitude / 448, or statically by the table.
+which is bf16 like the embedding, and those that the table keeps in bf16. Layers that experts are chosen by stay
+float32: rounding them would send tokens to other experts. A weight that the table rounded is taken as it is stored
+there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
+against it). Inputs are scaled by each token's largest magnitude / 448, or statically by the table.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, Recipe, StoredTensor, leaves
 from llmc.builder.weights.rounded import scale_name, weight_name
+
+#: Operators whose weights change, and which of their inputs that is.
+_WEIGHT = {"linear": 1, "embedding": 1, "grouped_linear": 2}
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,13 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     view, edit = View(graph), Edit(graph)
     if precision.name == "fp32":
         return graph, report("quantize", graph, graph, 0)
-    heads = head_linears(view)
+    heads, routers = head_linears(view), router_linears(view)
     matched, notes = 0, _summary(precision)
+    notes += [f"{len(routers)} linear layers that experts are chosen by stay float32"] if routers else []
     for node in graph:
-        if node.op not in ("linear", "embedding"):
+        if node.op not in _WEIGHT or node.outputs[0] in routers:
             continue
-        recipe = weight_recipe(view, node.inputs[1])
+        recipe = weight_recipe(view, node.inputs[_WEIGHT[node.op]])
         if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
@@ -78,27 +83,45 @@ def head_linears(view: View) -> set[str]:
     return found
 
 
+def router_linears(view: View) -> set[str]:
+    """The outputs of the linear layers that a `topk` depends on without another linear between."""
+    found: set[str] = set()
+    wanted = [node.inputs[0] for node in view.graph if node.op == "topk"]
+    seen: set[str] = set()
+    while wanted:
+        node = view.producers[wanted.pop()]
+        if node.op == "linear":
+            found.add(node.out)
+        elif node.outputs[0] not in seen and node.op not in _WEIGHT:
+            seen.add(node.outputs[0])
+            wanted += node.inputs
+    return found
+
+
 def _bf16(view: View, edit: Edit, node: Node) -> Node:
-    """The node with a bf16 weight (input 1 of `linear` and of `embedding` alike)."""
-    recipe = weight_recipe(view, node.inputs[1])
+    """The node with a bf16 weight."""
+    at = _WEIGHT[node.op]
+    recipe = weight_recipe(view, node.inputs[at])
     assert recipe is not None
-    weight = edit.param(Cast(recipe, "bf16"), TensorType("bf16", view.types[node.inputs[1]].shape), node)
-    return node.replace(inputs=(node.inputs[0], weight.out, *node.inputs[2:]))
+    weight = edit.param(Cast(recipe, "bf16"), TensorType("bf16", view.types[node.inputs[at]].shape), node)
+    return node.replace(inputs=(*node.inputs[:at], weight.out, *node.inputs[at + 1 :]))
 
 
 def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     """The node with an E4M3 weight, its scales, and the scale of its input."""
-    recipe = weight_recipe(view, node.inputs[1])
+    at = _WEIGHT[node.op]
+    recipe = weight_recipe(view, node.inputs[at])
     assert recipe is not None
-    kind = view.types[node.inputs[1]]
+    kind = view.types[node.inputs[at]]
     quantized, scale = _rounded(recipe, node, precision)
     weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
-    scales = edit.param(scale, TensorType("f32", kind.shape[:1]), node)
-    inputs = [node.inputs[0], weight.out, scales.out, *node.inputs[2:]]
-    types = [view.types[node.inputs[0]], weight.type, scales.type, *(view.types[n] for n in node.inputs[2:])]
+    scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
+    before, after = node.inputs[:at], node.inputs[at + 1 :]
+    inputs = [*before, weight.out, scales.out, *after]
+    types = [*(view.types[n] for n in before), weight.type, scales.type, *(view.types[n] for n in after)]
     per_token = precision.activations == "token"
     attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": None if per_token else _x_scale(node, precision)}
-    return edit.make("linear", inputs, types, attrs, like=node, outputs=node.outputs)
+    return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
 
 
 def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:
@@ -129,13 +152,13 @@ def _x_scale(node: Node, precision: Precision) -> float:
     entry = precision.table.tensors.get(node.path)
     if entry is None:
         raise UnsupportedError(
-            f"linear @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
-            "calibrate this model again, or build with --dtype bf16"
+            f"{node.op} @{node.path}: the calibration table has no entry for it, so its FP8 scale is unknown; "
+            "calibrate this model again, or build with --fp8-activations token or --dtype bf16"
         )
     scale = entry.input_amax / FP8_MAX if entry.choice is None else entry.choice.input_scale
     if not np.float32(scale) > 0:
         raise UnsupportedError(
-            f"linear @{node.path}: input_amax is {entry.input_amax} in the calibration table, too little for a float32 "
-            "scale: its input was always zero; calibrate with other text, or build with --dtype bf16"
+            f"{node.op} @{node.path}: input_amax is {entry.input_amax} in the calibration table, too little for a "
+            "float32 scale: its input was always zero; calibrate with other text, or build with --dtype bf16"
         )
     return scale

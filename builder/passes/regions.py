@@ -117,7 +117,10 @@ class Regions:
 
     def _judge(self, node: Node) -> None:
         """Marks the regions of the values that this node makes or reads in a way that needs them whole."""
-        if node.op in ("linear", "paged_attention"):
+        if node.op == "grouped_linear":
+            bad = list(node.inputs[1:2] + node.inputs[-1:]) if node.attrs.combine else list(node.inputs[:2])
+            bad += node.outputs if node.attrs.combine or not self._weights_known(node) else ()
+        elif node.op in ("linear", "paged_attention"):
             bad = [] if self._weights_known(node) else [*node.outputs, *node.inputs]
         elif node.op == "rope_cache":
             bad = list(node.outputs) + list(node.inputs[3:])
@@ -130,7 +133,10 @@ class Regions:
         self._whole |= {self._root(name) for name in bad}
 
     def _weights_known(self, node: Node) -> bool:
-        return node.op != "linear" or all(weight_recipe(self.view, name) is not None for name in node.inputs[1:])
+        weights = {"linear": node.inputs[1:], "grouped_linear": node.inputs[2 : len(node.inputs)]}.get(node.op, ())
+        if node.op == "grouped_linear" and node.attrs.combine:
+            weights = weights[:-1]
+        return all(weight_recipe(self.view, name) is not None for name in weights)
 
     def _sliceable(self, name: str, kind: TensorType) -> bool:
         """Whether a rank can take its columns of a broadcast operand: a scalar, one column, or a weight."""
@@ -148,6 +154,18 @@ class Regions:
                 extents = divide_columns(size_of(linear.type.shape[-1]), self.tp)
                 if extents:
                     self._extents[root] = extents
+        self._assign_experts()
+
+    def _assign_experts(self) -> None:
+        """The columns between the two matrices of experts, where nothing but the second of them reads the first."""
+        for node in self.view.graph:
+            first = self.view.producers[node.inputs[0]] if node.op == "grouped_linear" else None
+            if first is None or first.op != "grouped_linear" or not node.attrs.combine:
+                continue
+            root = self._root(first.out)
+            extents = divide_columns(size_of(first.type.shape[-1]), self.tp)
+            if extents and root not in self._whole and self._weights_known(node) and self.view.only_user(first.out):
+                self._extents[root] = extents
 
     def _worthwhile(self, root: str) -> bool:
         """Whether a linear reads the region or it is returned, and no linear would be divided both in and out."""

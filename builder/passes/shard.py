@@ -5,7 +5,8 @@ families; what is divided follows from the graph (see `regions.py`). Earlier ran
 
 A value whose columns are divided is made by column-parallel linears (rows of the weight) or by attention (heads), and
 ends in row-parallel linears (columns of the weight; summed over the ranks), in attention, or as the model's output
-(vocabulary). Everything else is computed whole on every rank.
+(vocabulary). Every rank has some columns of every expert, not some of the experts: all are busy however tokens go.
+Everything else is computed whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
 from llmc.builder.passes.rewrite import Edit, View, report, tidy
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Recipe, sliced
+from llmc.builder.weights.recipe import Concat, Recipe, sliced
 
 
 def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
@@ -42,10 +43,10 @@ def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
     view = View(graph)
     regions = Regions(view, tp)
     graphs = tuple(_Rank(view, regions, rank, tp).run() for rank in range(tp))
-    whole = [n for n in graph if n.op == "linear" and not regions.divides(n.out) and not regions.divides(n.inputs[0])]
-    notes = [f"linear @{n.path}: cannot be divided, every rank computes all of it" for n in whole]
-    linears = sum(n.op == "linear" for n in graph)
-    return graphs, report("shard", graph, graphs[0], linears - len(whole), notes=notes)
+    linears = [n for n in graph if n.op in ("linear", "grouped_linear")]
+    whole = [n for n in linears if not regions.divides(n.out) and not regions.divides(n.inputs[0])]
+    notes = [f"{n.op} @{n.path}: cannot be divided, every rank computes all of it" for n in whole]
+    return graphs, report("shard", graph, graphs[0], len(linears) - len(whole), notes=notes)
 
 
 class _Rank:
@@ -58,7 +59,12 @@ class _Rank:
         self.nodes: list[Node] = []
 
     def run(self) -> Graph:
-        special = {"linear": self._linear, "rope_cache": self._rope_cache, "paged_attention": self._paged_attention}
+        special = {
+            "linear": self._linear,
+            "grouped_linear": self._experts,
+            "rope_cache": self._rope_cache,
+            "paged_attention": self._paged_attention,
+        }
         for node in self.view.graph:
             special.get(node.op, self._any)(node)
         graph = self.view.graph
@@ -95,7 +101,7 @@ class _Rank:
         shape = list(self.view.types[name].shape)
         shape[axis] = extent.stop - extent.start
         kind = TensorType(self.types[name].dtype, tuple(shape))
-        return self._param(sliced(recipe, axis, extent.start, extent.stop), kind, name)
+        return self._param(sliced(recipe, axis, extent.start, extent.stop, max(kind.rank, 2)), kind, name)
 
     def _param(self, recipe: Recipe, kind: TensorType, like: str) -> str:
         made = self.edit.param(recipe, kind, self.view.producers[like])
@@ -111,6 +117,32 @@ class _Rank:
         x, weight, *others = node.inputs
         weight = self._weight(weight, 1, columns) if columns else self._weight(weight, 0, rows)
         self._emit(node, [x, weight, *(self._weight(name, 0, rows) for name in others)], all_reduce=columns is not None)
+
+    def _experts(self, node: Node) -> None:
+        """The first matrices by rows (of gate and of up), the second ones by columns; the bias of their sum once."""
+        x, index, *weights = node.inputs
+        if rows := self.regions.extent(node.out, self.rank):
+            cut = [self._expert_rows(name, rows, node.attrs.gated) for name in weights]
+            return self._emit(node, [x, index, *cut])
+        columns = self.regions.extent(x, self.rank)
+        if columns is None:
+            return self._any(node)
+        weights[0] = self._weight(weights[0], 2, columns)
+        biased = node.attrs.bias and self.rank == 0
+        if node.attrs.bias and not biased:
+            del weights[-2]
+        return self._emit(node, [x, index, *weights], bias=biased, all_reduce=True)
+
+    def _expert_rows(self, name: str, rows: Extent, gated: bool) -> str:
+        """A new parameter: those rows of each expert's matrix (scales, biases), of gate and of up where it has both."""
+        recipe, kind = weight_recipe(self.view, name), self.view.types[name]
+        assert recipe is not None, f"regions divide %{name}, which is no weight"
+        size = int(kind.shape[1]) // (1 + gated)
+        sides = tuple(
+            sliced(recipe, 1, side * size + rows.start, side * size + rows.stop, rank=3) for side in range(1 + gated)
+        )
+        shape = (kind.shape[0], len(rows) * len(sides), *kind.shape[2:])
+        return self._param(Concat(1, sides) if gated else sides[0], TensorType(kind.dtype, shape), name)
 
     def _rope_cache(self, node: Node) -> None:
         heads = self.regions.heads(node, self.rank)

@@ -6,7 +6,7 @@ Comes in: a value. Goes out: its `Recipe`, or None. Must not know: how recipes a
 from __future__ import annotations
 
 from llmc.builder.passes.rewrite import View
-from llmc.builder.weights.recipe import Add, Mul, Recipe, Transpose, parse
+from llmc.builder.weights.recipe import Add, Mul, Recipe, Swap, Transpose, parse
 
 
 def weight_recipe(view: View, value: str) -> Recipe | None:
@@ -14,9 +14,11 @@ def weight_recipe(view: View, value: str) -> Recipe | None:
     node = view.producers[value]
     if node.op == "param":
         return parse(node.attrs.recipe)
-    if node.op == "transpose" and tuple(node.attrs.perm) == (1, 0):
+    if node.op == "transpose" and tuple(node.attrs.perm) in ((1, 0), (0, 2, 1)):
         source = weight_recipe(view, node.inputs[0])
-        return None if source is None else Transpose(source)
+        if source is None:
+            return None
+        return Transpose(source) if len(node.attrs.perm) == 2 else Swap(source, 1, 2)
     if node.op not in ("add", "mul"):
         return None
     for weight, constant in (node.inputs, node.inputs[::-1]):

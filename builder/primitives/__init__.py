@@ -5,7 +5,7 @@ Comes in: `plugins.operator`. Goes out: `PRIMITIVES`. Must not know: passes, plu
 
 from __future__ import annotations
 
-from llmc.builder.primitives import attention, compute, elementwise, shapes, sources
+from llmc.builder.primitives import attention, compute, elementwise, logic, select, shapes, sources
 from llmc.plugins.operator import Operator
 
 #: Operator name -> operator.
@@ -14,7 +14,9 @@ PRIMITIVES: dict[str, Operator] = {
     for operator in (
         *sources.OPERATORS,
         *elementwise.OPERATORS,
+        *logic.OPERATORS,
         *compute.OPERATORS,
+        *select.OPERATORS,
         *shapes.OPERATORS,
         *attention.OPERATORS,
     )

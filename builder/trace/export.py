@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
+from llmc.builder.trace import experts_hook
 from llmc.builder.trace.hook import IMPLEMENTATION
 from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.weights.recipe import Recipe
@@ -86,7 +87,10 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
     try:
         with no_init_weights(), _ParametersOnMeta():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+                config,
+                dtype=torch.float32,
+                attn_implementation=IMPLEMENTATION,
+                experts_implementation=experts_hook.IMPLEMENTATION,
             ).eval()
         buffers = dict(model.named_buffers())
         model.to("meta")

@@ -18,13 +18,13 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, layer_of
 from llmc.builder.operators import ALL
-from llmc.builder.trace import aten, complex, recurrent, shapes
+from llmc.builder.trace import aten, complex, recurrent, routing, shapes
 from llmc.builder.trace.emitter import Complex, Emitter, Name, Value
 from llmc.builder.trace.export import Exported, export, module_path, own_name
 from llmc.builder.trace.table import IDENTITIES, Table
 
 #: Every operator that can be translated.
-TABLE: Table = {**aten.TABLE, **shapes.TABLE, **recurrent.TABLE}
+TABLE: Table = {**aten.TABLE, **shapes.TABLE, **recurrent.TABLE, **routing.TABLE}
 
 #: Operators that the tracer adds or that only check; no runner executes them.
 _CHECKS = re.compile(r"_assert|sym_|_functional_assert")

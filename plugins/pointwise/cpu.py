@@ -75,17 +75,13 @@ def _strides(side: Side, index: int, x: TensorType, y: TensorType) -> list[Simpl
     return strides
 
 
-def _number(value: float) -> str:
+def float_text(value: float) -> str:
+    """A number rounded to float32, in C++."""
     with np.errstate(over="ignore"):
         value = float(np.float32(value))
-    text = (
-        f"{value.hex()}f"
-        if math.isfinite(value)
-        else '__builtin_nanf("")'
-        if math.isnan(value)
-        else _INFINITY[value > 0]
-    )
-    return f"fn::number({text})"
+    if math.isnan(value):
+        return '__builtin_nanf("")'
+    return f"{value.hex()}f" if math.isfinite(value) else _INFINITY[value > 0]
 
 
 def formula_struct(expr: str, inputs: int) -> tuple[str, str]:
@@ -101,7 +97,7 @@ def _formula(expr: str) -> str:
     numbers: dict[str, float] = {}
 
     def number(value: float) -> str:
-        text = _number(value)
+        text = f"fn::number({float_text(value)})"
         numbers[text] = value
         return text
 

@@ -20,7 +20,12 @@ _TABLE = CalibrationTable(
     "none",
     "max",
     CalibrationData("none", "0" * 64, 0, 0, 0),
-    {"layers.0.up": Ranges(224.0, (1.0,) * 32), "layers.0.down": Ranges(112.0, (1.0,))},
+    {
+        "layers.0.up": Ranges(224.0, (1.0,) * 32),
+        "layers.0.down": Ranges(112.0, (1.0,)),
+        "layers.0.experts.up": Ranges(56.0, (1.0,)),
+        "layers.0.experts.down": Ranges(28.0, (1.0,)),
+    },
 )
 #: Every pass of the pipeline, as these options make it.
 PASSES = by_name(CompileOptions(precision="fp8", table=_TABLE, tp=2))

@@ -1,0 +1,102 @@
+"""Mixtures of experts: traced, fused, quantized and divided among ranks, interpreted, beside Hugging Face."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.artifacts.errors import UnsupportedError
+from llmc.builder.interpreter import Batch, run_ranks
+from llmc.builder.pipeline import Compiled, CompileOptions, run
+from llmc.builder.trace import Traced, trace_model
+from llmc.builder.trace.experts_hook import _experts
+from llmc.tiny import random_model, tiny_config
+from tests.unit.builder.weights_of import model_tensors, params_of
+
+torch.set_num_threads(1)
+
+#: softmax before and after the choice, sigmoid with correction bias and groups, sparse mixer, shared experts.
+FAMILIES = ("mixtral", "granitemoe", "glm4_moe", "phimoe", "qwen2_moe", "ernie4_5_moe")
+FIRST = [[5 + i * 37 % 290 for i in range(13)], [9], [7 + i * 31 % 280 for i in range(11)]]
+SECOND = [[11], [12], [13, 14]]
+
+
+@cache
+def traced(family: str) -> tuple[Any, Traced]:
+    """A tiny model and its trace."""
+    config = tiny_config(family)
+    model = random_model(config)
+    return model, trace_model(config, {name: tuple(v.shape) for name, v in model.state_dict().items()})
+
+
+@cache
+def expected(family: str) -> np.ndarray:
+    """The logits of both steps' tokens, each prompt alone, in the order of the steps."""
+    model, _ = traced(family)
+    with torch.inference_mode():
+        rows = [
+            model(torch.tensor([a + b]), use_cache=False).logits[0].numpy() for a, b in zip(FIRST, SECOND, strict=True)
+        ]
+    before = [row[: len(a)] for row, a in zip(rows, FIRST, strict=True)]
+    return np.concatenate([*before, *(row[len(a) :] for row, a in zip(rows, FIRST, strict=True))])
+
+
+def computed(family: str, compiled: Compiled) -> np.ndarray:
+    """What the ranks' graphs give for the two steps."""
+    model, result = traced(family)
+    params = params_of(model_tensors(model, result.buffers))
+    batches = [Batch(g, [len(a) + len(b) for a, b in zip(FIRST, SECOND, strict=True)]) for g in compiled.graphs]
+    steps = []
+    for tokens in (FIRST, SECOND):
+        prepared = [batch.step(tokens, rows="all") for batch in batches]
+        ranks = run_ranks(compiled.graphs, prepared[0][0], [context for _, context in prepared], params)
+        shards = [outputs[0].reshape(-1, outputs[0].shape[-1]) for outputs in ranks]
+        steps.append(np.concatenate(shards, axis=-1) if len({v[0] for v in compiled.vocab}) > 1 else shards[0])
+    return np.concatenate(steps)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.asarray((a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computes_what_hugging_face_computes(family: str, tp: int) -> None:
+    compiled = run(traced(family)[1].graph, CompileOptions(tp=tp))
+    have, want = computed(family, compiled), expected(family)
+    assert cosine(have, want).min() >= 0.999999
+    assert (have.argmax(-1) == want.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_routes_in_one_launch_and_has_two_for_its_experts(family: str) -> None:
+    compiled = run(traced(family)[1].graph, CompileOptions(tp=2))
+    for graph in compiled.graphs:
+        layers = {node.path.rpartition(".experts.")[0] for node in graph if node.op == "grouped_linear"}
+        assert layers
+        assert sum(node.op == "grouped_linear" for node in graph) == 2 * len(layers)
+        assert sum(node.op == "rowwise" for node in graph) == len(layers)
+        assert all(node.attrs.gated != node.attrs.combine for node in graph if node.op == "grouped_linear")
+        assert all(node.attrs.all_reduce == node.attrs.combine for node in graph if node.op == "grouped_linear")
+
+
+@pytest.mark.parametrize(("precision", "least"), [("bf16", 0.999), ("fp8", 0.97)])
+def test_lower_precisions_stay_close_and_route_alike(precision: str, least: float) -> None:
+    family = "mixtral"
+    compiled = run(traced(family)[1].graph, CompileOptions(precision=precision, tp=2, fp8_activations="token"))
+    assert least <= np.median(cosine(computed(family, compiled), expected(family))) < 0.999999
+    types = compiled.graphs[0].types()
+    routers = [node for node in compiled.graphs[0] if node.op == "linear" and node.path.endswith(".gate")]
+    assert routers
+    assert all(types[node.inputs[1]].dtype == "f32" for node in routers)
+
+
+def test_experts_that_are_stored_otherwise_are_refused_by_name() -> None:
+    module = torch.nn.Module()
+    module.has_gate, module.has_bias, module.is_transposed = True, False, False
+    with pytest.raises(UnsupportedError, match="Module has no parameter gate_up_proj with 3 axes"):
+        _experts(module, torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
