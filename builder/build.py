@@ -40,6 +40,7 @@ from llmc.builder.report import BuildReport
 from llmc.builder.trace import Traced, trace
 from llmc.builder.verdict import Verdict
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.errors import ErrorMeter
 from llmc.builder.weights.placement import Member
 from llmc.builder.weights.recipe import evaluate, parse
 from llmc.builder.weights.rounded import open_rounded
@@ -151,8 +152,8 @@ def compile_plan(
         for program, code in zip(front.lowered.programs, codes, strict=True):
             writer.add(f"graph/rank{program.rank}.ir", str(program.graph).encode())
             writer.add(f"code/rank{program.rank}.so", code)
-        _write_weights(writer, front, source, progress)
-        for name, data in _texts(checkpoint, table, memory, front).items():
+        errors = _write_weights(writer, front, source, progress)
+        for name, data in _texts(checkpoint, table, memory, front, errors).items():
             writer.add(name, data)
         build = _build_info(options, front, table, compiler, settings or {})
         with progress.stage("seal"):
@@ -216,7 +217,9 @@ def _compile_options(
     )
 
 
-def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> None:
+def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> dict[str, float]:
+    """Returns each rounded tensor's relative error."""
+    meter = ErrorMeter()
     members: dict[str, Member] = {f"weights/rank{p.rank}.bin": p.weights for p in front.lowered.programs}
     if front.lowered.shared.nbytes:
         members[SHARED] = front.lowered.shared
@@ -228,16 +231,21 @@ def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, prog
 
         for name, member in members.items():
             with writer.section(name) as sink:
-                write_weights(member, source, sink, advance)
+                write_weights(member, source, sink, advance, meter=meter)
             before += member.nbytes
+    return meter.errors()
 
 
 def _texts(
-    checkpoint: Checkpoint, table: CalibrationTable | None, memory: MemoryPlan, front: _Front
+    checkpoint: Checkpoint,
+    table: CalibrationTable | None,
+    memory: MemoryPlan,
+    front: _Front,
+    errors: Mapping[str, float],
 ) -> dict[str, bytes]:
     """The small sections."""
     launches = Counter(launch.node.op for launch in front.lowered.programs[0].ranges[0].launches)
-    report = {"memory": dataclasses.asdict(memory), "launches": dict(sorted(launches.items()))}
+    report = {"memory": dataclasses.asdict(memory), "launches": dict(sorted(launches.items())), "weight_errors": errors}
     texts = {
         "config.json": _json(checkpoint.config),
         "tokenizer/tokenizer.json": bytes(checkpoint.tokenizer_json),

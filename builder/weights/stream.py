@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError
+from llmc.builder.weights.errors import ErrorMeter
 from llmc.builder.weights.placement import Member, Placement
 from llmc.builder.weights.recipe import (
     Add,
@@ -71,13 +72,19 @@ class Sink(Protocol):
 
 
 def write_weights(
-    member: Member, source: Shaped, sink: Sink, done: Callable[[int], None] = lambda count: None, block: int = BLOCK
+    member: Member,
+    source: Shaped,
+    sink: Sink,
+    done: Callable[[int], None] = lambda count: None,
+    block: int = BLOCK,
+    meter: ErrorMeter | None = None,
 ) -> None:
-    """Writes all placements and the padding between them; `done` is told how many bytes are written.
+    """Writes all placements and the padding between them; `done` is told how many bytes are written,
+    `meter` what is rounded.
 
     Raises CheckpointError for a tensor that holds NaN or infinity, or that the source cannot read.
     """
-    reader = _Reader(source)
+    reader = _Reader(source, meter)
     written = 0
     for placement in member.placements:
         sink.write(bytes(placement.offset - written))
@@ -168,8 +175,8 @@ def _concat_rows(sources: tuple[Recipe, ...], start: int, stop: int, source: Sha
 class _Reader:
     """Evaluates recipes; keeps what it has read of tensors, up to `KEPT` bytes."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, meter: ErrorMeter | None) -> None:
+        self._source, self._meter = source, meter
         self._kept: OrderedDict[Recipe, np.ndarray] = OrderedDict()
         self._size = 0
 
@@ -183,7 +190,10 @@ class _Reader:
                 case Load() | StoredTensor() | Buffer() | Slice(Load() | StoredTensor(), 0, _, _):
                     known[recipe] = self._read(recipe)
                 case _:
-                    known[recipe] = apply(recipe, [self._value(child, known) for child in children(recipe)])
+                    values = [self._value(child, known) for child in children(recipe)]
+                    known[recipe] = apply(recipe, values)
+                    if self._meter:
+                        self._meter.step(recipe, values, known[recipe])
         return known[recipe]
 
     def _read(self, recipe: Recipe) -> np.ndarray:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmc.artifacts.errors import CheckpointError
 from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
+from llmc.builder.weights.errors import ErrorMeter
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.placement import ALIGN, Stored, place, stored_form
@@ -252,3 +253,25 @@ def test_a_stack_is_packed_an_expert_at_a_time() -> None:
     (member,), _ = place([[Stored(text, infer(parse(text), source.shape), "")]])
     write_weights(member, source, io.BytesIO(), block=1)
     assert most == 1
+
+
+def test_errors_are_those_of_the_whole_tensors_however_they_are_cut() -> None:
+    source = Tensors()
+    recipes = [
+        "panels(concat(0, fp8(load('a'), fp8_scale(load('a'))), fp8(load('b'), fp8_scale(load('b')))), 64)",
+        "cast(load('c'), 'bf16')",
+        "load('v')",
+    ]
+    forms = [Stored(recipe, infer(parse(recipe), source.shape), "m") for recipe in recipes]
+    ((member,), _) = place([forms])
+    meters = ErrorMeter(), ErrorMeter()
+    for meter, block in zip(meters, (1 << 20, 64 * 48 * 4), strict=True):
+        write_weights(member, source, io.BytesIO(), block=block, meter=meter)
+    errors = meters[0].errors()
+    assert errors == meters[1].errors()
+    assert set(errors) == {"a", "b", "c"}, "what is not rounded has no error to tell"
+    exact = source.values["a"]
+    scale = evaluate(parse("fp8_scale(load('a'))"), source)[:, None]
+    off = quantize_fp8(exact, scale).astype(np.float32) * scale - exact
+    assert errors["a"] == pytest.approx(np.sqrt(np.square(off).sum() / np.square(exact).sum()), rel=5e-3)
+    assert 1e-3 < errors["c"] < 2.5e-3  # bf16 keeps 8 bits
