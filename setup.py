@@ -8,5 +8,5 @@ FOUND = find_packages(".", include=[pattern for room in ROOMS for pattern in (ro
 setup(
     packages=["llmc", *(f"llmc.{name}" for name in FOUND)],
     package_dir={"llmc": "llmc", **{f"llmc.{name}": name.replace(".", "/") for name in FOUND}},
-    package_data={"": ["*.h", "*.cpp", "*.yaml", "*.json"]},
+    package_data={"": ["*.h", "*.cpp", "*.yaml", "*.jinja", "*.css", "*.json"]},
 )

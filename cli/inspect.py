@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the whole manifest and the build's report as JSON.")
 @click.option("--graph", is_flag=True, help="Print the compiled graph of each rank.")
 @click.option("--rank", type=int, help="With --graph: this rank only.")
-def command(plan: Path, as_json: bool, graph: bool, rank: int | None) -> None:
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
+@click.option("--dump", type=click.Path(path_type=Path), help="With --html: what --dump wrote in the same build.")
+def command(plan: Path, as_json: bool, graph: bool, rank: int | None, html: Path | None, dump: Path | None) -> None:
     """Show what PLAN is made of and pinned to."""
     from llmc.artifacts.errors import UsageError
     from llmc.artifacts.plan import Plan
@@ -25,13 +27,27 @@ def command(plan: Path, as_json: bool, graph: bool, rank: int | None) -> None:
         raise UsageError("--graph and --json exclude one another: a graph has its own text")
     if rank is not None and not graph:
         raise UsageError(f"--rank {rank} needs --graph")
+    if html is not None and (graph or as_json):
+        raise UsageError(f"--html {html} and {'--graph' if graph else '--json'} exclude one another")
+    if dump is not None and html is None:
+        raise UsageError(f"--dump {dump} needs --html")
     opened = Plan.open(plan, verify=False)
-    if graph:
+    if html is not None:
+        _write_page(opened, html, dump)
+    elif graph:
         _print_graphs(opened, rank)
     elif as_json:
         _print_json(opened)
     else:
         _print_summary(opened)
+
+
+def _write_page(plan: Plan, path: Path, dump: Path | None) -> None:
+    from llmc.artifacts.files import require_writable, write_file
+    from llmc.builder.page.render import render
+
+    require_writable(path, "--html")
+    write_file(path, render(plan, dump).encode(), "--html")
 
 
 def _print_graphs(plan: Plan, rank: int | None) -> None:

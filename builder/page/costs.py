@@ -1,0 +1,155 @@
+"""What each launch of a program moves and computes, for a step of a given size.
+
+Comes in: a `Program`, `Step`. Goes out: a `Cost` for each launch. Must not know: plans, HTML, how long anything takes.
+
+Bytes are those that must move at least once: weights as they are stored, the rows of a table that are looked up, inputs
+and results as f32, keys and values as the cache holds them. FLOPs count a multiplication and an addition as two; an
+elementwise function counts as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.builder.cpu.program import Launch, Program
+
+#: Where weights lie.
+WEIGHT_SPACES = ("weights", "shared")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One sequence computes `tokens` tokens and then holds `context`; logits are wanted of `rows` of them."""
+
+    tokens: int
+    rows: int
+    context: int
+
+    def size(self, kind: TensorType) -> int:
+        """Elements of a value."""
+        return prod(d if isinstance(d, int) else {"T": self.tokens, "S": self.rows}[d] for d in kind.shape)
+
+    def nbytes(self, kind: TensorType) -> int:
+        """Bytes of a value."""
+        return self.size(kind) * NUMPY_DTYPES[kind.dtype].itemsize
+
+    def attended(self, window: int | None) -> int:
+        """Pairs of a token and a position that it sees."""
+        first = self.context - self.tokens
+        lengths = range(first + 1, self.context + 1)
+        return sum(lengths) if window is None else sum(min(n, window) for n in lengths)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of `weights`, `activations` and `kv` (cache), and floating-point operations."""
+
+    weights: int = 0
+    activations: int = 0
+    kv: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.weights + other.weights,
+            self.activations + other.activations,
+            self.kv + other.kv,
+            self.flops + other.flops,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """All bytes together."""
+        return self.weights + self.activations + self.kv
+
+
+def launch_costs(program: Program, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
+    """The cost of each launch, in order."""
+    kv_token = {layer.layer: 2 * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
+                for layer in program.kv_layers}  # fmt: skip
+    return [_cost(program, launch, step, kv_token) for launch in launches]
+
+
+def _cost(program: Program, launch: Launch, step: Step, kv_token: dict[int, int]) -> Cost:
+    node = launch.node
+    weights = activations = 0
+    for name, place in zip(node.inputs, launch.inputs, strict=True):
+        kind = program.types[name]
+        if place.space not in WEIGHT_SPACES:
+            activations += step.nbytes(kind)
+        elif node.op == "embedding":
+            weights += step.size(node.types[0]) * NUMPY_DTYPES[kind.dtype].itemsize
+        else:
+            weights += _touched(program, launch, kind, step)
+    activations += sum(map(step.nbytes, node.types))
+    kv = 0
+    if node.op == "rope_cache":
+        kv = step.tokens * kv_token[node.attrs.layer]
+    elif node.op == "paged_attention":
+        kv = min(step.context, _seen(node.attrs.window, step)) * kv_token[node.attrs.layer]
+    return Cost(weights, activations, kv, _FLOPS.get(node.op, _elements)(program, launch, step))
+
+
+def _seen(window: int | None, step: Step) -> int:
+    """Positions that any token of the step sees."""
+    return step.context if window is None else window + step.tokens - 1
+
+
+def _touched(program: Program, launch: Launch, kind: TensorType, step: Step) -> int:
+    """A weight's bytes; of a stack of experts those that the step's tokens can reach."""
+    whole = step.nbytes(kind)
+    if launch.node.op != "grouped_linear":
+        return whole
+    experts, chosen = int(kind.shape[0]), step.size(program.types[launch.node.inputs[1]])
+    return whole * min(experts, chosen) // experts
+
+
+def _elements(program: Program, launch: Launch, step: Step) -> int:
+    return sum(map(step.size, launch.node.types))
+
+
+def _linear(program: Program, launch: Launch, step: Step) -> int:
+    weight = program.types[launch.node.inputs[1]]
+    rows = step.size(program.types[launch.node.inputs[0]]) // int(weight.shape[-1])
+    return 2 * rows * prod(int(d) for d in weight.shape)
+
+
+def _grouped(program: Program, launch: Launch, step: Step) -> int:
+    """Each chosen expert's matrix, once for each token that chose it."""
+    _, rows, columns = (int(d) for d in program.types[launch.node.inputs[2]].shape)
+    return 2 * step.size(program.types[launch.node.inputs[1]]) * rows * columns
+
+
+def _attention(program: Program, launch: Launch, step: Step) -> int:
+    a = launch.node.attrs
+    return 4 * step.attended(a.window) * a.heads * a.head_dim
+
+
+def _pointwise(program: Program, launch: Launch, step: Step) -> int:
+    return launch.node.attrs.expr.count("(") * step.size(launch.node.types[0])
+
+
+def _nothing(program: Program, launch: Launch, step: Step) -> int:
+    return 0
+
+
+def _norm(program: Program, launch: Launch, step: Step) -> int:
+    """Square, sum, scale and weigh each element; the residual is one addition more."""
+    return (5 if launch.node.attrs.residual else 4) * step.size(launch.node.types[0])
+
+
+#: Operator -> FLOPs. Any other operator counts one for each element of its results.
+_FLOPS: dict[str, Callable[[Program, Launch, Step], int]] = {
+    "linear": _linear,
+    "grouped_linear": _grouped,
+    "paged_attention": _attention,
+    "pointwise": _pointwise,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "copy": _nothing,
+    "embedding": _nothing,
+    "select_rows": _nothing,
+}

@@ -1,0 +1,208 @@
+"""A plan as one HTML page: lowers the plan's graphs again, which gives every launch, its memory and its weights.
+
+Comes in: an open `Plan`, optionally the folder that `--dump` wrote in the same build. Goes out: HTML text without any
+reference to something outside. Must not know: how a plan was traced; nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from llmc.artifacts.errors import PlanError
+from llmc.artifacts.plan import Plan
+from llmc.builder.cpu.lower import lower
+from llmc.builder.cpu.program import Launch, Lowered, Program
+from llmc.builder.ir import GraphError, Node, layer_of, parse_graph
+from llmc.builder.memory import memory_plan
+from llmc.builder.operators import attrs_of
+from llmc.builder.page.arena import blocks
+from llmc.builder.page.costs import WEIGHT_SPACES, Cost, Step, launch_costs
+from llmc.builder.page.stages import read_stages
+from llmc.builder.weights.placement import Placement
+from llmc.builder.weights.recipe import leaves, parse
+from llmc.profiles import load_target
+
+#: The context of the decode whose costs are shown, where the profile has room for it.
+_CONTEXT = 1024
+
+
+def render(plan: Plan, dump: Path | None = None) -> str:
+    """The page. Raises PlanError for a plan that this llmc cannot lower, UsageError for a dump of another build."""
+    lowered = _lower(plan)
+    quality = _section(plan, "quality.json")
+    report = _section(plan, "report.json")
+    stages, layer = read_stages(dump, [p.graph for p in lowered.programs]) if dump is not None else ([], None)
+    memory = memory_plan(lowered, plan.manifest.model.name, plan.manifest.build.precision)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters |= {"si": _si, "num": lambda n: f"{n:,}", "mb": lambda n: f"{n / 1e6:,.2f} MB"}
+    template = environment.from_string(_file("page.html.jinja"))
+    return template.render(
+        style=Markup(_file("page.css")),
+        plan=plan,
+        m=plan.manifest,
+        lowered=lowered,
+        steps=(steps := _steps(lowered)),
+        ranks=[_rank(program, steps) for program in lowered.programs],
+        weights=_weights(lowered, report.get("weight_errors", {}), _section(plan, "calibration.json")),
+        memory=[(line[:24].strip(), line[24:]) for line in memory.lines()[1:]],
+        quality=list(_facts(quality)),
+        stages=stages,
+        layer=layer,
+        most_nodes=max((r.nodes_before for r in plan.manifest.build.passes), default=1),
+    )
+
+
+def _lower(plan: Plan) -> Lowered:
+    m = plan.manifest
+    try:
+        graphs = [parse_graph(bytes(plan.section(rank.graph)).decode(), attrs_of) for rank in m.ranks]
+        vocab = [(rank.vocab_start, rank.vocab_size) for rank in m.ranks]
+        return lower(graphs, m.profile, load_target(f"{m.target.kind}:{m.target.isa}"), m.build.kv_dtype, vocab)
+    except GraphError as error:
+        raise PlanError(f"{plan.path}: written by {m.build.compiler}, and this llmc cannot read it: {error}") from error
+
+
+def _file(name: str) -> str:
+    return (files(__package__) / name).read_text()
+
+
+def _section(plan: Plan, name: str) -> dict[str, Any]:
+    return json.loads(bytes(plan.section(name))) if name in plan else {}
+
+
+def _steps(lowered: Lowered) -> dict[str, Step]:
+    """The steps whose costs are shown: a decode, and the largest prefill chunk of a profile."""
+    longest = lowered.profile.max_seq_len
+    chunk = min(lowered.profile.max_num_batched_tokens, longest)
+    return {"decode": Step(1, 1, min(_CONTEXT, longest)), "prefill": Step(chunk, 1, chunk)}
+
+
+@dataclass(frozen=True)
+class _LaunchRow:
+    """A launch with its costs by step; `weight`: the type of its largest weight."""
+
+    number: int
+    node: Node
+    layer: int | None
+    weight: str
+    costs: dict[str, Cost]
+
+
+@dataclass(frozen=True)
+class _OpRow:
+    """All launches of an operator."""
+
+    op: str
+    launches: int
+    costs: dict[str, Cost]
+
+
+@dataclass(frozen=True)
+class _WeightRow:
+    """A stored form: who reads it, the tensors that it is made of, their largest error, what rounding them costs."""
+
+    owner: str
+    names: list[str]
+    placement: Placement
+    error: float | None
+    loss: float | None
+
+
+def _rank(program: Program, steps: dict[str, Step]) -> dict[str, Any]:
+    """What the page shows of a rank: its launches with their costs, sums by operator, the arena of each range."""
+    launches = program.ranges[-1].launches
+    costs = {name: launch_costs(program, launches, step) for name, step in steps.items()}
+    rows = [
+        _LaunchRow(
+            number,
+            launch.node,
+            layer_of(launch.node.path),
+            _weight_type(program, launch),
+            {name: costs[name][number] for name in steps},
+        )
+        for number, launch in enumerate(launches)
+    ]
+    first = min((row.layer for row in rows if row.layer is not None), default=None)
+    return {
+        "rank": program.rank,
+        "rows": rows,
+        "layer_rows": [row for row in rows if row.layer in (None, first)],
+        "first": first,
+        "by_op": _by_op(rows, list(steps)),
+        "total": {name: sum(costs[name], Cost()) for name in steps},
+        "arenas": [(span, blocks(program, span)) for span in program.ranges],
+        "kv_layers": program.kv_layers,
+        "kv_block_bytes": program.kv_block_bytes,
+    }
+
+
+def _weight_type(program: Program, launch: Launch) -> str:
+    kinds = [
+        program.types[name]
+        for name, place in zip(launch.node.inputs, launch.inputs, strict=True)
+        if place.space in WEIGHT_SPACES
+    ]
+    return str(max(kinds, key=lambda kind: kind.nbytes(T=1, S=1))) if kinds else ""
+
+
+def _by_op(rows: Sequence[_LaunchRow], steps: Sequence[str]) -> list[_OpRow]:
+    """Sums by operator, those that move most bytes in the first step first."""
+    own: dict[str, list[_LaunchRow]] = {}
+    for row in rows:
+        own.setdefault(row.node.op, []).append(row)
+    found = [
+        _OpRow(op, len(every), {name: sum((row.costs[name] for row in every), Cost()) for name in steps})
+        for op, every in own.items()
+    ]
+    return sorted(found, key=lambda row: -row.costs[steps[0]].bytes)
+
+
+def _weights(lowered: Lowered, errors: dict[str, float], table: dict[str, Any]) -> dict[str, Any]:
+    """Every stored form, and bytes by dtype; scales and norms among them."""
+    members = [(f"rank {p.rank}", p.weights) for p in lowered.programs] + [("all ranks", lowered.shared)]
+    losses = {path: entry["loss"] for path, entry in table.get("tensors", {}).items() if "loss" in entry}
+    rows, by_dtype = [], dict[str, int]()
+    for owner, member in members:
+        for placement in member.placements:
+            names = list(dict.fromkeys(leaf.name for leaf in leaves(parse(placement.recipe))))
+            dtype = placement.kind.dtype
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + placement.nbytes
+            known = [errors[name] for name in names if name in errors and dtype != "f32"]
+            loss = _loss(names, losses) if dtype != "f32" else None
+            rows.append(_WeightRow(owner, names, placement, max(known, default=None), loss))
+    worst = max((row.error for row in rows if row.error is not None), default=0.0)
+    return {"rows": rows, "by_dtype": by_dtype, "worst": worst, "losses": bool(losses)}
+
+
+def _loss(names: Iterable[str], losses: dict[str, float]) -> float | None:
+    """What rounding these tensors costs, in nats a token, where the calibration measured it."""
+    found = [losses[module] for name in names if (module := name.removesuffix(".weight")) in losses]
+    return sum(found) if found else None
+
+
+def _facts(value: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """A JSON object as name and value, one a line; of lists only how long they are."""
+    for key, item in value.items():
+        name = f"{prefix}{key.replace('_', ' ')}"
+        if isinstance(item, dict):
+            yield from _facts(item, f"{name}: ")
+        elif isinstance(item, list):
+            yield name, f"{len(item)} entries"
+        else:
+            yield name, f"{item:.4g}" if isinstance(item, float) else str(item)
+
+
+def _si(value: float) -> str:
+    """With a prefix: 1.5 M."""
+    for factor, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{prefix}"
+    return f"{value:.3g} "
