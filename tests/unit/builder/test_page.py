@@ -19,6 +19,7 @@ from llmc.builder.page.arena import blocks
 from llmc.builder.page.costs import Cost, Step, launch_costs
 from llmc.builder.page.render import _lower, render
 from llmc.builder.page.stages import read_stages
+from llmc.builder.verdict import Verdict
 from llmc.cli import main
 from tests.models import save_checkpoint
 
@@ -39,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
         None,
         folder / "tiny.plan",
         Progress(),
-        lambda path: {"quality.json": b'{"perplexity": 11.25, "gate": {"kl": 0.5, "windows": [1, 2]}}'},
+        lambda path: Verdict({"quality.json": b'{"perplexity": 11.25, "gate": {"kl": 0.5, "windows": [1, 2]}}'}, {}),
         DumpFolder(dump),
     )
     return Plan.open(folder / "tiny.plan"), dump
