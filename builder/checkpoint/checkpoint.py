@@ -124,7 +124,7 @@ class Checkpoint:
                 + ("; code inside checkpoints is never run" if "auto_map" in self.config else "")
             )
         try:
-            return CONFIG_MAPPING[kind].from_dict(dict(self.config))
+            return CONFIG_MAPPING[kind].from_dict(_with_floats(dict(self.config)))
         except Exception as error:  # each model's config class raises what it likes
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{self.path}: config.json: transformers refuses it: {reason}") from error
@@ -206,6 +206,19 @@ class Checkpoint:
         shape = self.tensors[stored].shape
         first, last, _ = slice(start, stop).indices(shape[0] if shape else 1)
         return self._source.read(stored, first, max(first, last))
+
+
+#: How transformers writes numbers that JSON has no form for: {"__float__": "Infinity"}.
+_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def _with_floats(value: Any) -> Any:
+    """The value with such numbers as numbers."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return _FLOATS.get(value["__float__"], value)
+        return {key: _with_floats(v) for key, v in value.items()}
+    return [_with_floats(v) for v in value] if isinstance(value, list) else value
 
 
 def _required(path: Path, config: Any, key: str) -> int:

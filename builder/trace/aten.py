@@ -216,7 +216,12 @@ def _matmul(e: Emitter, self: Value, mat2: Value | None = None, other: Value | N
 
 
 def product(e: Emitter, x: Name, matrix: Name, bias: Name | None) -> Name:
-    """x times a matrix stored by inputs: a linear layer where the matrix is a weight."""
+    """x times a matrix stored by inputs: a linear layer where the matrix is a weight, or where x is one."""
+    lead = e.types[matrix].shape[:-2]
+    if x in e.recipes and e.types[x].rank == 2 and matrix not in e.recipes and bias is None:
+        order = (*range(len(lead)), len(lead) + 1, len(lead))
+        out = linear(e, e.emit("transpose", [matrix], f"{matrix}.turned", perm=order), x, None)
+        return e.emit("transpose", [out], perm=order)
     turned = e.transposed(matrix)
     if turned is not None:
         return linear(e, x, turned, bias)

@@ -199,16 +199,19 @@ class Emitter:
         return _DTYPES[dtype]
 
     def shape(self, tensor: Any) -> tuple[Dim, ...]:
-        """A traced tensor's shape with T and S; raises UnsupportedError for arithmetic on them."""
-        return tuple(self._dim(d) for d in tensor.shape)
+        """A traced tensor's shape with T and S. An axis of 4 T, heads merged with tokens, counts as the two that it was
+        made of, T and 4. Raises UnsupportedError for other arithmetic.
+        """
+        return tuple(dim for d in tensor.shape for dim in self.dims(d))
 
-    def _dim(self, dim: Any) -> Dim:
+    def dims(self, dim: Any) -> tuple[Dim, ...]:
+        """What one traced dimension counts as."""
         if isinstance(dim, int):
-            return dim
-        expression = dim.node.expr
-        if expression not in self.symbols:
-            raise self.unsupported(f"it makes a dimension of size {expression}")
-        return self.symbols[expression]
+            return (dim,)
+        count, symbol = dim.node.expr.as_coeff_Mul()
+        if symbol not in self.symbols or count.q != 1 or count < 1:
+            raise self.unsupported(f"it makes a dimension of size {dim.node.expr}")
+        return (self.symbols[symbol],) if count == 1 else (self.symbols[symbol], int(count))
 
     def kind(self, node: torch.fx.Node) -> TensorType:
         """The type that the tracer found for a node's tensor."""

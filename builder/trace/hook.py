@@ -22,6 +22,8 @@ _MEANINGLESS = frozenset(
      "return_dict", "past_key_value", "past_key_values", "dropout", "deterministic", "position_embeddings", "layer_idx",
      "is_causal", "labels", "num_items_in_batch"}
 )  # fmt: skip
+#: Layer types in which attention sees all that came before; "hybrid": beside a recurrence.
+_FULL = ("full_attention", "hybrid")
 
 
 @torch.library.custom_op("llmc::attention", mutates_args=())
@@ -70,9 +72,9 @@ def _window(module: Any, layer: int, given: int | None, where: str) -> int | Non
     kind = types[layer] if types and layer < len(types) else None
     if kind == "sliding_attention":
         return given or getattr(module, "sliding_window", None) or config.sliding_window
-    if kind not in (None, "full_attention"):
+    if kind not in (None, *_FULL):
         raise UnsupportedError(f"{where} is of type {kind!r}; only full and sliding attention can be compiled")
-    return None if kind == "full_attention" else given
+    return None if kind in _FULL else given
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

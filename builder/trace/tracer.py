@@ -154,6 +154,7 @@ def _translate(emitter: Emitter, node: torch.fx.Node, values: dict[str, Any]) ->
     arguments |= {name: resolve(v) for name, v in node.kwargs.items()}
     if _is_constant(arguments.values()):
         return _compute(node, arguments)
+    arguments = _from_behind(emitter, node, arguments)
     name = node.target._opname
     overload = node.target._overloadname
     space = "" if node.target.namespace == "aten" else f"{node.target.namespace}."
@@ -167,6 +168,22 @@ def _translate(emitter: Emitter, node: torch.fx.Node, values: dict[str, Any]) ->
     except TypeError as error:
         raise emitter.unsupported(f"this form of it has no translation ({error})") from error
     return _checked(emitter, node, value)
+
+
+def _from_behind(emitter: Emitter, node: torch.fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Axes counted from the last, where an input has an axis that stands for two: those behind it keep their place.
+    Raises UnsupportedError for an operator that works along such an axis, or moves axes.
+    """
+    tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    behind = [t.dim() - 1 - i for t in tensors for i, dim in enumerate(t.shape) if len(emitter.dims(dim)) > 1]
+    if not behind:
+        return arguments
+    given = arguments.get("dim")
+    axes = [given] if isinstance(given, int) else given or []
+    axes = [axis - tensors[0].dim() if axis >= 0 else axis for axis in axes]
+    if arguments.keys() & {"dims", "dim0", "dim1"} or any(axis < -min(behind) for axis in axes):
+        raise emitter.unsupported("it moves or works along an axis of tokens and heads together")
+    return {**arguments, "dim": axes[0] if isinstance(given, int) else axes} if axes else arguments
 
 
 def _flat(arguments: Any) -> list[Any]:
