@@ -58,6 +58,21 @@ _CONFIGS |= {
 }  # fmt: skip
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
+#: Recurrences: short convolutions, Mamba-2 alone, Mamba, Mamba-2 beside attention, the gated delta rule.
+_MIXED = {"hidden_size": 64, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "tie_word_embeddings": False}  # fmt: skip
+_CONFIGS |= {
+    "lfm2": {**_MIXED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    "mamba2": {"hidden_size": 48, "num_heads": 4, "head_dim": 24, "expand": 2, "state_size": 24, "n_groups": 2,
+               "chunk_size": 8, "tie_word_embeddings": True},
+    "mamba": {"hidden_size": 40, "state_size": 6, "time_step_rank": 5, "tie_word_embeddings": True},
+    "falcon_h1": {**_MIXED, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+                  "mamba_d_state": 24, "mamba_chunk_size": 8, "head_dim": 16},
+    "olmo_hybrid": {**_MIXED, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                    "linear_num_key_heads": 2, "linear_key_head_dim": 20, "linear_value_head_dim": 24},
+}  # fmt: skip
+RECURRENT_FAMILIES = ("lfm2", "mamba2", "mamba", "falcon_h1", "olmo_hybrid")
+
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """The config of a family's tiny model; `overrides` are fields of its Hugging Face config."""

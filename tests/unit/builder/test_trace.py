@@ -16,7 +16,7 @@ from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.trace import Traced, trace_model
-from tests.models import FAMILIES, LATENT_FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
+from tests.models import FAMILIES, LATENT_FAMILIES, RECURRENT_FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def assert_close(got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("form", ["traced", "canonical"])
-@pytest.mark.parametrize("family", FAMILIES + LATENT_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT_FAMILIES + RECURRENT_FAMILIES)
 def test_ragged_prefill(family: str, form: str) -> None:
     model, result, _ = traced(family)
     graph = graph_of(family, form)
@@ -68,7 +68,7 @@ def test_ragged_prefill(family: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["traced", "canonical"])
-@pytest.mark.parametrize("family", FAMILIES + LATENT_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT_FAMILIES + RECURRENT_FAMILIES)
 def test_chunks_and_decodes_through_the_cache(family: str, form: str) -> None:
     """The first prompt comes in chunks, the second token by token, the third joins late; all mixed in one step."""
     model, result, _ = traced(family)

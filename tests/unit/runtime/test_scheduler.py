@@ -52,6 +52,14 @@ class FakeEngine:
 
     block_size: int
     memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (block, slot) -> (position, token)
+    states: dict[int, list[int]] = field(default_factory=dict)  # state slot -> what the sequence in it has read
+
+    def advance(self, chunk: Scheduled) -> list[int]:
+        """The other memory: a state that starts anew at position 0 and otherwise goes on from what its slot holds."""
+        known = self.states[chunk.state_slot] if chunk.start else []
+        assert len(known) == chunk.start, f"the state in slot {chunk.state_slot} is not that of position {chunk.start}"
+        self.states[chunk.state_slot] = [*known, *chunk.tokens]
+        return self.states[chunk.state_slot]
 
     def run(self, batch: StepBatch[Scheduled]) -> list[int]:
         written = Counter()
@@ -96,8 +104,14 @@ class Run:
         assert 1 <= batch.num_tokens <= self.most_tokens
         assert len(batch.chunks) <= self.most_seqs
         assert len({id(c.sequence) for c in batch.chunks}) == len(batch.chunks)
+        assert len({c.state_slot for c in batch.chunks}) == len(batch.chunks), "two sequences share a state slot"
+        assert all(0 <= c.state_slot < self.most_seqs for c in batch.chunks)
         assert all(len(c.tokens) >= 1 for c in batch.chunks)
-        gained = self.scheduler.update(batch, self.engine.run(batch))
+        tokens = self.engine.run(batch)
+        if not self.scheduler.pool.caching:
+            states = [self.engine.advance(chunk) for chunk in batch.chunks]
+            assert tokens == [next_token(s) for s, c in zip(states, batch.chunks, strict=True) if c.rows]
+        gained = self.scheduler.update(batch, tokens)
         self.scheduler.check()
         for sequence in gained:
             if sequence.finish_reason:
