@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from llmc.artifacts.errors import EnvironmentFault
@@ -62,6 +62,10 @@ _COMMON = {
 
 #: What g++ sees of the environment; others (CPATH, GCC_COMPARE_DEBUG, ...) would change the code or the output.
 _ENVIRONMENT = frozenset({"PATH", "TMPDIR", "HOME", "LD_LIBRARY_PATH"})
+
+
+#: Ours are between quotes and relative to the sources or to INCLUDE_ROOT, the system's between angle brackets.
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -173,17 +177,17 @@ class Compiler:
         return (folder / "code.so").read_bytes()
 
     def _key(self, name: str, files: Mapping[str, str]) -> str:
-        """Over the compiler, the flags, the unit's text, and every header that it might include."""
-        included = [n for n in sorted(files) if n.endswith(".h") and f'"{n}"' in files[name]]
-        parts = [self.toolchain.version, *self.flags, self._headers, *(f"{n}\0{files[n]}" for n in (name, *included))]
+        """Over the compiler, the flags, the unit's text, and every header that it includes, however far down."""
+        parts = [self.toolchain.version, *self.flags]
+        wanted, seen = [name], set()
+        while wanted:
+            file = wanted.pop()
+            if file not in seen:
+                seen.add(file)
+                text = files[file] if file in files else _header(file)
+                parts.append(f"{file}\0{text}")
+                wanted += _INCLUDE.findall(text)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    @cached_property
-    def _headers(self) -> str:
-        digest = hashlib.sha256()
-        for path in sorted((INCLUDE_ROOT / "plugins").rglob("*.h")):
-            digest.update(f"{path.relative_to(INCLUDE_ROOT)}\0".encode() + path.read_bytes())
-        return digest.hexdigest()
 
     def _run(self, arguments: Sequence[str], folder: Path, name: str) -> None:
         env = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT} | {"LC_ALL": "C"}
@@ -195,6 +199,11 @@ class Compiler:
             raise EnvironmentFault(f"cannot run {self.toolchain.path}: {error.strerror}") from error
         if done.returncode != 0:
             raise EnvironmentFault(_failure(self.toolchain, name, folder, done))
+
+
+@cache
+def _header(name: str) -> str:
+    return (INCLUDE_ROOT / name).read_text()
 
 
 def _failure(toolchain: Toolchain, name: str, folder: Path, done: subprocess.CompletedProcess[str]) -> str:
