@@ -26,6 +26,7 @@ from llmc.artifacts.plan import PlanWriter, encode_manifest
 from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, RankProgram, ShapeProfile
 from llmc.builder import pipeline
 from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.checkpoint.source import Scheme, StoredLinear
 from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
@@ -87,6 +88,7 @@ class _Front:
     traced: Traced
     compiled: Compiled
     lowered: Lowered
+    own_scales: Scheme | None
 
 
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
@@ -197,7 +199,8 @@ def _front(
         raise CheckpointError(
             f"{checkpoint.path}: config.json: vocab_size is {vocab_size}, the model returns {lowered.vocab_size} logits"
         )
-    return _Front(traced, compiled, lowered)
+    quantization = checkpoint.quantization
+    return _Front(traced, compiled, lowered, quantization.scheme if quantization and quantization.linears else None)
 
 
 def _compile_options(
@@ -213,8 +216,15 @@ def _compile_options(
         tp=options.tp,
         table=table,
         fp8_activations=options.fp8_activations,
+        stored=_stored(checkpoint),
         verifier=verifier,
     )
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
+    """What the checkpoint holds in FP8 itself, by weight tensor."""
+    quantization = checkpoint.quantization
+    return {entry.weight: entry for entry in quantization.linears.values()} if quantization else {}
 
 
 def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> dict[str, float]:
@@ -281,7 +291,9 @@ def _build_info(
     }
     libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
     if options.precision == "fp8":
-        config["fp8_activations"] = options.fp8_activations
+        own = front.own_scales
+        config["fp8_activations"] = own.activations if own else options.fp8_activations
+        config["fp8_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
     if table is not None:
         libraries["nvidia-modelopt"] = table.modelopt
     return BuildInfo(

@@ -154,6 +154,10 @@ def _calibration(
         if calib is not None:
             raise UsageError(f"--calib {calib}: only an FP8 build is calibrated; add --fp8 or drop --calib")
         return None
+    if source.checkpoint.quantization and source.checkpoint.quantization.linears:
+        if calib is not None:
+            raise UsageError(f"--calib {calib}: this checkpoint is FP8 already and brings its own scales; drop --calib")
+        return None
     if calib is not None and Path(calib).suffix == ".json":
         table = read_table(Path(calib))
         table.check(source.checkpoint.digest)

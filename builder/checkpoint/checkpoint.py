@@ -96,6 +96,10 @@ class Checkpoint:
         """Rows of a tensor that `quantization` names, as stored: E4M3 of a weight, f32[rows] of its scales."""
         return self._source.stored(name, start, stop)
 
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of all that `stored` gives of a tensor."""
+        return self._source.stored_shape(name)
+
     @cached_property
     def _pin(self) -> CheckpointPin:
         try:

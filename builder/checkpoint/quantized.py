@@ -151,10 +151,20 @@ class QuantizedSource(Source):
 
     def stored(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a quantized weight as stored, E4M3; or, by a scale's name, f32 scales of those rows."""
-        owner = next((weight for weight, scale in self._scales.items() if scale == name), None)
+        owner = self._owners.get(name)
         if owner is None:
             return self._inner.read(name, start, stop)
         return np.ascontiguousarray(self._row_scales(owner, start, stop).reshape(-1))
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """[N, K] of a weight, [N] of its scale."""
+        owner = self._owners.get(name)
+        return self._inner.tensors[name].shape if owner is None else self._inner.tensors[owner].shape[:1]
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """Scale -> the weight that it belongs to."""
+        return {scale: weight for weight, scale in self._scales.items()}
 
     def _scale_of(self, name: str) -> str:
         """The scale that belongs to a quantized weight, checked for its shape."""

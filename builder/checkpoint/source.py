@@ -108,6 +108,10 @@ class Source(ABC):
         """Rows of a tensor that `quantization` names: E4M3 bytes of a weight, f32 scales."""
         raise AssertionError(f"{self.root} is not quantized: nothing is stored as {name!r}")
 
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of all that `stored` gives."""
+        raise AssertionError(f"{self.root} is not quantized: nothing is stored as {name!r}")
+
 
 def read_exactly(path: Path, offset: int, nbytes: int, tensor: str) -> np.ndarray:
     """`nbytes` of a file as u8; raises CheckpointError with the numbers when there are fewer."""

@@ -8,11 +8,13 @@ which is bf16 like the embedding, and those that the table keeps in bf16. Layers
 float32: rounding them would send tokens to other experts. A weight that the table rounded is taken as it is stored
 there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
 against it). Inputs are scaled by each token's largest magnitude / 448, or statically by the table.
+A checkpoint that is FP8 already keeps its own bytes and scales, and what it left alone is bf16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
+from llmc.builder.checkpoint.source import StoredLinear
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
@@ -32,11 +35,14 @@ _WEIGHT = {"linear": 1, "embedding": 1, "grouped_linear": 2}
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only)."""
+    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only). `stored`: weight tensor -> what the checkpoint
+    itself holds of it in FP8; where it is not empty, nothing else is quantized.
+    """
 
     name: str
     table: CalibrationTable | None = None
     activations: str = "static"
+    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
 
     def ranges(self, path: str) -> Ranges | None:
         """What the table says of a module."""
@@ -49,7 +55,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     if precision.name == "fp32":
         return graph, report("quantize", graph, graph, 0)
     heads, routers = head_linears(view), router_linears(view)
-    matched, notes = 0, _summary(precision)
+    matched, own, notes = 0, 0, _summary(precision)
     notes += [f"{len(routers)} linear layers that experts are chosen by stay float32"] if routers else []
     for node in graph:
         if node.op not in _WEIGHT or node.outputs[0] in routers:
@@ -58,6 +64,11 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
+        if precision.name == "fp8" and precision.stored:
+            entry = _entry(precision, node, recipe)
+            edit.swap(node, _own_fp8(view, edit, node, entry) if entry else _bf16(view, edit, node))
+            matched, own = matched + 1, own + (entry is not None)
+            continue
         ranges = precision.ranges(node.path)
         kept = ranges is not None and ranges.choice is not None and ranges.choice.kept
         if precision.name == "bf16" or node.op == "embedding" or node.out in heads or kept:
@@ -65,6 +76,8 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         else:
             edit.swap(node, _fp8(view, edit, node, precision))
         matched += 1
+    if own:
+        notes.append(f"{own} linears keep the FP8 weights and scales of the checkpoint, what it left alone is bf16")
     after = edit.finish()
     return after, report("quantize", graph, after, matched, notes=notes)
 
@@ -116,12 +129,39 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     quantized, scale = _rounded(recipe, node, precision)
     weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
     scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
+    x_scale = None if precision.activations == "token" else _x_scale(node, precision)
+    return _quantized(view, edit, node, weight, scales, x_scale)
+
+
+def _quantized(view: View, edit: Edit, node: Node, weight: Node, scales: Node, x_scale: float | None) -> Node:
+    """The node with an E4M3 weight; `x_scale` None: each token's own."""
+    at = _WEIGHT[node.op]
     before, after = node.inputs[:at], node.inputs[at + 1 :]
     inputs = [*before, weight.out, scales.out, *after]
     types = [*(view.types[n] for n in before), weight.type, scales.type, *(view.types[n] for n in after)]
-    per_token = precision.activations == "token"
-    attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": None if per_token else _x_scale(node, precision)}
+    attrs = vars(node.attrs) | {"x_per_token": x_scale is None, "x_scale": x_scale}
     return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
+
+
+def _entry(precision: Precision, node: Node, recipe: Recipe) -> StoredLinear | None:
+    """What the checkpoint holds of a weight in FP8; None where it holds other numbers. Raises UnsupportedError where
+    its bytes cannot be taken as they are.
+    """
+    found = [precision.stored[leaf.name] for leaf in leaves(recipe) if leaf.name in precision.stored]
+    if found and (node.op != "linear" or not isinstance(recipe, Load)):
+        raise UnsupportedError(
+            f"{node.op} @{node.path}: the checkpoint holds {found[0].weight} in FP8, and the model reads it as "
+            f"{recipe}: its bytes cannot be kept; build with --dtype bf16"
+        )
+    return found[0] if found else None
+
+
+def _own_fp8(view: View, edit: Edit, node: Node, entry: StoredLinear) -> Node:
+    """The node with the checkpoint's bytes and scales."""
+    kind = view.types[node.inputs[1]]
+    weight = edit.param(StoredTensor(entry.weight, "f8e4m3"), TensorType("f8e4m3", kind.shape), node)
+    scales = edit.param(StoredTensor(entry.scale, "f32"), TensorType("f32", kind.shape[:1]), node)
+    return _quantized(view, edit, node, weight, scales, entry.input_scale)
 
 
 def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:

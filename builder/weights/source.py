@@ -27,8 +27,8 @@ class ModelWeights:
         """The shape of a leaf, without reading it."""
         if isinstance(leaf, Buffer):
             return self._buffers[leaf.name].shape
-        if isinstance(leaf, StoredTensor) and self._rounded is not None:
-            return self._rounded.shape(leaf.name)
+        if isinstance(leaf, StoredTensor):
+            return self._checkpoint.stored_shape(leaf.name) if self._rounded is None else self._rounded.shape(leaf.name)
         return tuple(self._checkpoint.tensors[self._checkpoint.resolve(leaf.name)].shape)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
@@ -39,7 +39,8 @@ class ModelWeights:
         """A tensor as the calibration or else the checkpoint stores it, or rows of it."""
         if self._rounded is not None:
             return self._rounded.read(name, start, stop)
-        return self._checkpoint.read(name, start, stop)
+        first, last, _ = slice(start, stop).indices(self._checkpoint.stored_shape(name)[0])
+        return self._checkpoint.stored(name, first, last)
 
     def buffer(self, name: str) -> np.ndarray:
         """A constant of the traced model."""
