@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmc.artifacts.schema import SourceFile
@@ -20,10 +20,10 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_source(root: Path, name: str) -> SourceFile:
-    """The record of the file `name` below the folder `root`."""
+def hash_source(root: Path, name: str, sha256: Callable[[Path], str] = sha256_file) -> SourceFile:
+    """The record of the file `name` below the folder `root`; `sha256` may know a file's digest without reading it."""
     path = root / name
-    return SourceFile(name, path.stat().st_size, sha256_file(path))
+    return SourceFile(name, path.stat().st_size, sha256(path))
 
 
 def checkpoint_digest(files: Iterable[SourceFile]) -> str:

@@ -34,11 +34,13 @@ from llmc.builder.cpu.lower import lower
 from llmc.builder.cpu.program import Lowered, Program
 from llmc.builder.cpu.toolchain import find_compiler
 from llmc.builder.memory import MemoryPlan, memory_plan
+from llmc.builder.options import BuildOptions
 from llmc.builder.pipeline import Compiled, CompileOptions, Stage
 from llmc.builder.progress import Progress
 from llmc.builder.ranges import check_ranges
 from llmc.builder.report import BuildReport
-from llmc.builder.trace import Traced, trace
+from llmc.builder.trace import Traced
+from llmc.builder.trace_cache import cached_trace
 from llmc.builder.verdict import Verdict
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.errors import ErrorMeter
@@ -54,25 +56,6 @@ __all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_pla
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
 ABI_VERSION = 2
 SHARED = "weights/shared.bin"
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What is built: `precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 (None: f32 for fp32, else bf16); `profile` and
-    `target` by name. How: `verify_passes` by the interpreter, `cxx` the compiler, `workers` translation units at once,
-    `cache` of object files. The plan's bytes depend on the first group and on the compiler's version.
-    """
-
-    precision: str = "bf16"
-    tp: int = 1
-    profile: str = "chat"
-    target: str = "cpu"
-    kv_dtype: str | None = None
-    fp8_activations: str = "static"
-    verify_passes: bool = False
-    cxx: str = "g++"
-    workers: int | None = None
-    cache: bool = True
 
 
 #: Is shown the graph as traced and after each pass.
@@ -110,8 +93,7 @@ def run_stages(
     stop_after: str,
 ) -> None:
     """Traces the model and runs its passes up to `stop_after`, and nothing else. Raises LlmcError."""
-    with progress.stage("trace"):
-        traced = trace(checkpoint)
+    traced = _traced(checkpoint, options, progress)
     with progress.stage("passes"):
         compile_options = _compile_options(checkpoint, options, table, traced)
         for stage in pipeline.stages(traced.graph, compile_options, stop_after):
@@ -188,8 +170,7 @@ def _front(
     progress: Progress,
     watch: Watch = lambda stage: None,
 ) -> _Front:
-    with progress.stage("trace"):
-        traced = trace(checkpoint)
+    traced = _traced(checkpoint, options, progress)
     with progress.stage("passes"):
         compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, traced), watch)
     with progress.stage("lower"):
@@ -201,6 +182,15 @@ def _front(
         )
     quantization = checkpoint.quantization
     return _Front(traced, compiled, lowered, quantization.scheme if quantization and quantization.linears else None)
+
+
+def _traced(checkpoint: Checkpoint, options: BuildOptions, progress: Progress) -> Traced:
+    with progress.stage("trace"):
+        folder = default_folder("traces")
+        traced, reused = cached_trace(checkpoint, ObjectCache(folder, suffix=".trace") if options.cache else None)
+        if reused:
+            progress.reused.append("trace")
+    return traced
 
 
 def _compile_options(
@@ -379,4 +369,5 @@ def _report(
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,
+        reused=tuple(progress.reused),
     )

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """`seconds` maps a stage's name to the wall-clock seconds it took. Stages follow one another, never nested."""
+    """`seconds` maps a stage's name to the wall-clock seconds it took; `reused` are the stages whose result an earlier
+    build had made. Stages follow one another, never nested.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.reused: list[str] = []
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:

@@ -18,7 +18,8 @@ class BuildReport:
     `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts what the parent held before exec
     as its child's. `launches_traced`: kernels a layer that an eager runner launches in a step; `launches_compiled`: of
     the rank that launches most. `quality`: what asking the finished engine gave, if it was. `parity`: how much of text
-    handling was compared with transformers'.
+    handling was compared with transformers'. `reused`: stages whose result an earlier build had made. `unchanged`: the
+    plan already was this build, whose report this is; the seconds are those of finding out.
     """
 
     plan: str
@@ -33,12 +34,17 @@ class BuildReport:
     memory: MemoryPlan
     quality: dict[str, Any]
     parity: str
+    reused: tuple[str, ...] = ()
+    unchanged: bool = False
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: name and value."""
-        times = [(f"{name}", f"{seconds:.1f} s") for name, seconds in self.seconds.items()]
+        times = [
+            (name, f"{seconds:.1f} s{', reused' if name in self.reused else ''}")
+            for name, seconds in self.seconds.items()
+        ]
         return [
-            ("plan", f"{self.plan} ({self.plan_bytes / 1e6:.1f} MB){'' if self.published else ', not published'}"),
+            ("plan", f"{self.plan} ({self.plan_bytes / 1e6:.1f} MB){self._standing()}"),
             ("digest", self.digest),
             *times,
             ("total", f"{sum(self.seconds.values()):.1f} s"),
@@ -50,6 +56,11 @@ class BuildReport:
             ("tokenizer and chat", self.parity),
             *_quality_rows(self.quality),
         ]
+
+    def _standing(self) -> str:
+        if self.unchanged:
+            return ", unchanged"
+        return "" if self.published else ", not published"
 
 
 def _quality_rows(quality: dict[str, Any]) -> list[tuple[str, str]]:

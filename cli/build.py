@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.core import ParameterSource
 
+from llmc.cli.config import load_config
+
 if TYPE_CHECKING:
     from llmc.builder.build import BuildReport, MemoryPlan
 
 PRECISIONS = ("fp32", "bf16")
+KV_DTYPES = ("f32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
-_OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "dry_run", "as_json"})
+_OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json"})
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_passes", "dump", "stop_after"})
 
 
 @click.command(name="build")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
+@click.option(
+    "--config",
+    is_eager=True,
+    expose_value=False,
+    callback=load_config,
+    type=click.Path(path_type=Path),
+    help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
+)
 @click.option("--fp8", is_flag=True, help="FP8 E4M3 weights and activations, calibrated; the output head stays bf16.")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
@@ -29,10 +40,19 @@ _OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_pass
     "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
 )
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cpu:ISA such as cpu:x86-64-v4.")
+@click.option("--kv-cache-dtype", "kv_dtype", type=click.Choice(KV_DTYPES), help="Default: f32 at fp32, else bf16.")
+@click.option(
+    "--fp8-activations",
+    default="static",
+    show_default=True,
+    type=click.Choice(("token", "static")),
+    help="FP8 scales of activations: computed for each token, or calibrated.",
+)
 @click.option(
     "--calib", type=click.Path(path_type=Path), help="Calibration table (.json) or text (.txt, .jsonl, folder)."
 )
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
+@click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds: neither the plan nor any stage.")
 @click.option("--lock", type=click.Path(path_type=Path), help="Lock file in which to record the plan.")
 @click.option("--verify-passes", is_flag=True, help="Check every pass on the real weights with the interpreter (slow).")
 @click.option(
@@ -52,9 +72,15 @@ _OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_pass
 def command(
     model: Path, fp8: bool, dtype: str | None, dry_run: bool, report: Path | None, as_json: bool, **rest: Any
 ) -> None:
-    """Compile a checkpoint into one plan, pinned to the checkpoint's hashes."""
+    """Compile a checkpoint into one plan, pinned to the checkpoint's hashes.
+
+    A plan that is this build already is left as it is. Exit codes: 0 built or unchanged, 1 a defect of llmc, 2 usage, 3
+    checkpoint refused, 4 model unsupported, 5 gate failed (nothing is published), 6 environment (compiler, disk,
+    memory, ISA), 130 interrupted.
+    """
     from llmc.artifacts.errors import GateError, UsageError
 
+    fp8, dtype = _precision_on_the_command_line(fp8, dtype)
     if fp8 and dtype:
         raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
     precision = "fp8" if fp8 else dtype or "bf16"
@@ -63,7 +89,7 @@ def command(
 
     if dry_run:
         _refuse_beside("--dry-run", _OF_DRY_RUN)
-        shape = {name: rest[name] for name in ("tp", "profile", "target")}
+        shape = {name: rest[name] for name in ("tp", "profile", "target", "kv_dtype")}
         _print_memory(flow.plan_memory(model, precision=precision, **shape), as_json)
         return
     from llmc.artifacts.files import require_writable, write_file
@@ -80,11 +106,11 @@ def command(
         return
     if report is not None:
         require_writable(report, "--report")
-    evaluate = not rest.pop("no_evaluate")
+    evaluate, cache = not rest.pop("no_evaluate"), not rest.pop("no_cache")
     refusal: GateError | None = None
     with make_progress() as progress:
         try:
-            result = flow.build(model, precision=precision, evaluate=evaluate, progress=progress, **rest)
+            result = flow.build(model, precision=precision, evaluate=evaluate, cache=cache, progress=progress, **rest)
         except GateError as error:
             refusal, result = error, cast("BuildReport", error.report)
     text = json.dumps(dataclasses.asdict(result), indent=2, default=str)
@@ -96,6 +122,17 @@ def command(
         _print_report(result)
     if refusal is not None:
         raise refusal
+
+
+def _precision_on_the_command_line(fp8: bool, dtype: str | None) -> tuple[bool, str | None]:
+    """Where a config has one of --fp8 and --dtype, and the command line the other, that one wins."""
+    context = click.get_current_context()
+    sources = [context.get_parameter_source(name) for name in ("fp8", "dtype")]
+    if sources == [ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP]:
+        return fp8, None
+    if sources == [ParameterSource.DEFAULT_MAP, ParameterSource.COMMANDLINE]:
+        return False, dtype
+    return fp8, dtype
 
 
 def _refuse_beside(option: str, allowed: frozenset[str]) -> None:

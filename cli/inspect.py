@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,20 +16,30 @@ if TYPE_CHECKING:
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the whole manifest and the build's report as JSON.")
 @click.option("--graph", is_flag=True, help="Print the compiled graph of each rank.")
+@click.option("--command", "as_command", is_flag=True, help="Print the `llmc build` command that makes the same bytes.")
+@click.option("--config", "as_config", is_flag=True, help="Print the same as a file for `llmc build --config`.")
 @click.option("--rank", type=int, help="With --graph: this rank only.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
 @click.option("--dump", type=click.Path(path_type=Path), help="With --html: what --dump wrote in the same build.")
-def command(plan: Path, as_json: bool, graph: bool, rank: int | None, html: Path | None, dump: Path | None) -> None:
+def command(
+    plan: Path,
+    as_json: bool,
+    graph: bool,
+    as_command: bool,
+    as_config: bool,
+    rank: int | None,
+    html: Path | None,
+    dump: Path | None,
+) -> None:
     """Show what PLAN is made of and pinned to."""
     from llmc.artifacts.errors import UsageError
     from llmc.artifacts.plan import Plan
 
-    if graph and as_json:
-        raise UsageError("--graph and --json exclude one another: a graph has its own text")
+    forms = {"--json": as_json, "--graph": graph, "--command": as_command, "--config": as_config, "--html": html}
+    if len(chosen := [name for name, given in forms.items() if given]) > 1:
+        raise UsageError(f"{' and '.join(chosen)} exclude one another: each prints a text of its own")
     if rank is not None and not graph:
         raise UsageError(f"--rank {rank} needs --graph")
-    if html is not None and (graph or as_json):
-        raise UsageError(f"--html {html} and {'--graph' if graph else '--json'} exclude one another")
     if dump is not None and html is None:
         raise UsageError(f"--dump {dump} needs --html")
     opened = Plan.open(plan, verify=False)
@@ -38,6 +49,10 @@ def command(plan: Path, as_json: bool, graph: bool, rank: int | None, html: Path
         _print_graphs(opened, rank)
     elif as_json:
         _print_json(opened)
+    elif as_command or as_config:
+        from llmc.cli import reproduce
+
+        click.echo((reproduce.command if as_command else reproduce.config)(opened), nl=False)
     else:
         _print_summary(opened)
 
@@ -61,8 +76,6 @@ def _print_graphs(plan: Plan, rank: int | None) -> None:
 
 
 def _print_json(plan: Plan) -> None:
-    import json
-
     from llmc.artifacts.plan import encode_manifest
 
     out = {"digest": plan.digest, "manifest": json.loads(encode_manifest(plan.manifest))}
@@ -118,6 +131,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         kinds = Counter(layer.kind for layer in m.ranks[0].state_layers)
         what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         rows.append(("states", f"{m.state_slot_bytes:,} B a sequence ({what}); prefixes are not reused"))
+    if "quality.json" in plan:
+        rows.append(("quality", _quality(json.loads(bytes(plan.section("quality.json"))))))
     for r in m.ranks:
         kv = r.kv_block_bytes / m.profile.block_size
         text = (
@@ -125,3 +140,15 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         )
         rows.append((f"rank {r.rank}", text))
     return rows
+
+
+def _quality(figures: dict[str, Any]) -> str:
+    """The gate's figures and verdict in one line."""
+    judged = f"gate {figures.get('gate', 'off')}: {figures.get('verdict', 'not judged')}"
+    if "perplexity" not in figures:
+        return f"{figures['run']}; {judged}"
+    return (
+        f"perplexity {figures['perplexity']} ({float(figures['perplexity_change']):+.2%} of Hugging Face at fp32), "
+        f"KL {figures['kl']}, top-1 {figures['top1']}, cosine {figures['cosine_p5']} (5th percentile), "
+        f"greedy {figures['greedy']}; {judged}"
+    )

@@ -17,7 +17,7 @@ class PlainProgress(Progress):
 
     def finished(self, name: str, seconds: float) -> None:
         """Prints the line."""
-        click.echo(f"{name:<10} {seconds:7.1f} s", err=True)
+        click.echo(f"{name:<10} {seconds:7.1f} s{', reused' if name in self.reused else ''}", err=True)
 
     def __enter__(self) -> Self:
         return self

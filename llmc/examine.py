@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from llmc.artifacts.plan import Plan, machine_features
 from llmc.builder.progress import Progress
 from llmc.builder.reference import batch_logits, forced, greedy
 from llmc.builder.verdict import Verdict
-from llmc.gate import OFF, Gate
+from llmc.gate import OFF, Exam
 from llmc.source import Source
 
 if TYPE_CHECKING:
@@ -52,20 +51,6 @@ _DIGITS: dict[str, Callable[[float], float]] = {
     "cosine_p5": lambda x: round(x, 5),
     "greedy": lambda x: round(x, 3),
 }
-
-
-@dataclass(frozen=True)
-class Exam:
-    """`evaluate` False: nothing is compared. `gate` None: compared, but published whatever comes of it. `text`: a .txt,
-    a .jsonl or a folder of them (None: Python's own documentation), of which `windows` windows of at most `length`
-    tokens are read.
-    """
-
-    evaluate: bool = True
-    gate: Gate | None = None
-    text: Path | None = None
-    windows: int = 12
-    length: int = 512
 
 
 def require_judge(exam: Exam, features: Sequence[str], target: str) -> None:

@@ -7,23 +7,32 @@ Comes in: a checkpoint's path and options. Goes out: `engine.plan`, a `BuildRepo
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
 from llmc.artifacts.plan import Plan
-from llmc.builder.build import BuildOptions, BuildReport, MemoryPlan, Progress, compile_plan, dry_run, run_stages
-from llmc.builder.checkpoint import Checkpoint, open_checkpoint
-from llmc.builder.dump import DumpFolder
-from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
-from llmc.builder.verdict import Verdict
-from llmc.examine import Exam, examine, require_judge
-from llmc.gate import parse_gate
-from llmc.parity import check_parity
-from llmc.profiles import load_target
-from llmc.source import Source
+from llmc.builder.cpu.cache import ObjectCache, default_folder
+from llmc.builder.file_hashes import FileHashes
+from llmc.builder.options import BuildOptions
+from llmc.builder.progress import Progress
+from llmc.builder.sources import sources_digest
+from llmc.gate import Exam, make_exam
+from llmc.rebuild import Builds, Inputs, digests
+
+if TYPE_CHECKING:
+    from llmc.builder.checkpoint import Checkpoint
+    from llmc.builder.memory import MemoryPlan
+    from llmc.builder.report import BuildReport
+    from llmc.source import Source
 
 
 def build(
@@ -34,6 +43,8 @@ def build(
     tp: int = 1,
     profile: str = "chat",
     target: str = "cpu",
+    kv_dtype: str | None = None,
+    fp8_activations: str = "static",
     calib: str | Path | None = None,
     lock: str | Path | None = None,
     gate: str | None = None,
@@ -43,6 +54,7 @@ def build(
     eval_length: int = 512,
     verify_passes: bool = False,
     dump: str | Path | None = None,
+    cache: bool = True,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
@@ -51,36 +63,91 @@ def build(
     for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
     `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
     documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
-    is published. `dump` is a folder for the graph after each pass.
+    is published. `kv_dtype` and `fp8_activations`: see BuildOptions. `dump` is a folder for the graph after each pass.
+
+    With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
+    an earlier build are not run again (~/.cache/llmc); the report says which.
 
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
     progress = progress or Progress()
-    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
-    exam = _exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
-    described = load_target(target)
-    require_judge(exam, described.fingerprint.features, str(described))
-    source = Source(open_checkpoint(model))
-    require_writable(Path(output))
+    exam = make_exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
+    options = BuildOptions(
+        precision=precision,
+        tp=tp,
+        profile=profile,
+        target=target,
+        kv_dtype=kv_dtype,
+        fp8_activations=fp8_activations,
+        verify_passes=verify_passes,
+        cache=cache,
+    )
+    hashes = FileHashes(_cache("files", cache))
+    builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
         require_lockable(Path(lock))
+    with progress.stage("hash"):
+        named = {"profile": profile if _is_path(profile) else None, "calib": calib, "eval": eval_text}
+        files = {name: Path(value) for name, value in named.items() if value is not None}
+        key = builds.key(Inputs(Path(model), {**dataclasses.asdict(options), **exam.settings()}, files))
+        report = builds.unchanged(key, Path(output))
+    if report is not None:
+        report = dataclasses.replace(report, seconds=dict(progress.seconds))
+    else:
+        report = _build(Path(model), Path(output), options, exam, calib, dump, hashes, progress)
+        builds.remember(key, Path(output), report)
+    if lock is not None:
+        pin_plan(Path(lock), Plan.open(output, verify=False))
+    return report
+
+
+def _build(
+    model: Path,
+    output: Path,
+    options: BuildOptions,
+    exam: Exam,
+    calib: str | Path | None,
+    dump: str | Path | None,
+    hashes: FileHashes,
+    progress: Progress,
+) -> BuildReport:
+    """What `build` does where the plan is not there yet. Imports the compiler, which takes seconds."""
+    from llmc.builder.build import compile_plan
+    from llmc.builder.checkpoint import open_checkpoint
+    from llmc.builder.dump import DumpFolder
+    from llmc.builder.verdict import Verdict
+    from llmc.examine import examine, require_judge
+    from llmc.parity import check_parity
+    from llmc.profiles import load_target
+    from llmc.source import Source
+
+    target = load_target(options.target)
+    require_judge(exam, target.fingerprint.features, str(target))
+    source = Source(open_checkpoint(model, hashes.sha256))
+    require_writable(output)
     watch = DumpFolder(Path(dump)) if dump is not None else lambda stage: None
     with progress.stage("hash"):
         source.checkpoint.pin()
     _check_texts(source.checkpoint)
     with progress.stage("parity"):
         parity = check_parity(source.checkpoint)
-    table = _calibration(source, precision, calib, progress)
+    table = _calibration(source, options.precision, calib, options.cache, progress)
 
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, progress)
 
-    report = compile_plan(
-        source.checkpoint, options, table, Path(output), progress, self_test, watch, parity=str(parity)
+    return compile_plan(
+        source.checkpoint, options, table, output, progress, self_test, watch, exam.settings(), str(parity)
     )
-    if lock is not None:
-        pin_plan(Path(lock), Plan.open(output, verify=False))
-    return report
+
+
+def _is_path(profile: str) -> bool:
+    """A profile's name, or the path of a file (profiles/loader.py)."""
+    return "/" in profile or bool(Path(profile).suffix)
+
+
+def _cache(kind: str, wanted: bool) -> ObjectCache | None:
+    return ObjectCache(default_folder(kind), suffix=".json") if wanted else None
 
 
 def dump_passes(
@@ -98,6 +165,12 @@ def dump_passes(
 
     `calib` as for `build`; calibrates only where one of these passes needs it.
     """
+    from llmc.builder.build import run_stages
+    from llmc.builder.checkpoint import open_checkpoint
+    from llmc.builder.dump import DumpFolder
+    from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
+    from llmc.source import Source
+
     progress = progress or Progress()
     options = BuildOptions(precision=precision, tp=tp, verify_passes=verify_passes)
     steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
@@ -105,26 +178,19 @@ def dump_passes(
     quantizes = "quantize" in map(pass_name, steps)
     if calib is not None and not quantizes:
         raise UsageError(f"--calib {calib}: quantize, which needs it, does not run before --stop-after {stop_after}")
-    table = _calibration(source, precision, calib, progress) if quantizes else None
+    table = _calibration(source, precision, calib, options.cache, progress) if quantizes else None
     run_stages(source.checkpoint, options, table, progress, watch, stop_after)
 
 
-def plan_memory(model: str | Path, *, precision: str, tp: int, profile: str, target: str) -> MemoryPlan:
+def plan_memory(
+    model: str | Path, *, precision: str, tp: int, profile: str, target: str, kv_dtype: str | None = None
+) -> MemoryPlan:
     """The memory arithmetic of such a build, before any weight is read."""
-    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target)
+    from llmc.builder.build import dry_run
+    from llmc.builder.checkpoint import open_checkpoint
+
+    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, kv_dtype=kv_dtype)
     return dry_run(open_checkpoint(model), options)
-
-
-def _exam(precision: str, gate: str | None, evaluate: bool, text: str | Path | None, windows: int, length: int) -> Exam:
-    """Raises UsageError for options that contradict one another."""
-    bounds = parse_gate(gate, precision)
-    if not evaluate and gate is not None and bounds is not None:
-        raise UsageError(f"--gate {gate} needs the comparison that --no-evaluate skips; drop one of them")
-    if not evaluate and text is not None:
-        raise UsageError(f"--eval {text} is for the comparison that --no-evaluate skips; drop one of them")
-    if windows < 1 or length < 2:
-        raise UsageError(f"the evaluation takes at least 1 window of 2 tokens, not {windows} of {length}")
-    return Exam(evaluate, bounds, None if text is None else Path(text), windows, length)
 
 
 def _check_texts(checkpoint: Checkpoint) -> None:
@@ -148,7 +214,7 @@ def _check_texts(checkpoint: Checkpoint) -> None:
 
 
 def _calibration(
-    source: Source, precision: str, calib: str | Path | None, progress: Progress
+    source: Source, precision: str, calib: str | Path | None, cache: bool, progress: Progress
 ) -> CalibrationTable | None:
     if precision != "fp8":
         if calib is not None:
@@ -164,9 +230,31 @@ def _calibration(
         return table
     from llmc.calibration import calibrate
 
+    data = Path(calib) if calib is not None else None
+    tables = _cache("tables", cache)
+    key = _calibration_key(source.checkpoint, data)
     with progress.stage("calibrate"):
+        known = tables.get(key) if tables is not None else None
+        if known is not None:
+            progress.reused.append("calibrate")
+            return CalibrationTable.from_json(known)
 
         def advance(_: str, done: int, total: int) -> None:
             progress.advanced("calibrate", done, total)
 
-        return calibrate(source.checkpoint, Path(calib) if calib is not None else None, progress=advance)
+        table = calibrate(source.checkpoint, data, progress=advance)
+        if tables is not None:
+            tables.put(key, table.to_json())
+            tables.prune()
+    return table
+
+
+def _calibration_key(checkpoint: Checkpoint, data: Path | None) -> str:
+    """Over all that a table with the default options is made from."""
+    parts: Mapping[str, object] = {
+        "checkpoint": checkpoint.digest,
+        "data": digests(data, FileHashes(None)) if data is not None and data.exists() else str(data),
+        "libraries": [version(name) for name in ("nvidia-modelopt", "numpy", "torch", "transformers")],
+        "llmc": sources_digest(("artifacts", "builder", "calibration")),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

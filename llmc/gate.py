@@ -1,7 +1,8 @@
-"""The accuracy gate: how far an engine may be from its checkpoint before a build refuses to publish it.
+"""What is asked of a finished engine, and the accuracy gate: how far it may be from its checkpoint before a build
+refuses to publish it.
 
-Comes in: `--gate` as text, the precision, measured figures. Goes out: `Gate`, and the bounds that were broken, in
-words. Must not know: engines, checkpoints, how the figures are measured (llmc/examine.py).
+Comes in: options as text, the precision, measured figures. Goes out: `Exam`, `Gate`, and the bounds that were broken,
+in words. Must not know: engines, checkpoints, how the figures are measured (llmc/examine.py).
 
     ppl=1.5%      relative rise of perplexity, at most (a fall is not a loss; divergence bounds it)
     kl=0.02       mean Kullback-Leibler divergence from the checkpoint, in nats a token, at most
@@ -18,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmc.artifacts.errors import UsageError
@@ -71,6 +73,42 @@ DEFAULTS = {
     "bf16": Gate(ppl=0.01, kl=0.005, top1=0.95, cosine=0.999, greedy=0.93),
     "fp8": Gate(ppl=0.04, kl=0.05, top1=0.87, cosine=0.97, greedy=0.8),
 }
+
+
+@dataclass(frozen=True)
+class Exam:
+    """`evaluate` False: nothing is compared. `gate` None: compared, but published whatever comes of it. `text`: a .txt,
+    a .jsonl or a folder of them (None: Python's own documentation), of which `windows` windows of at most `length`
+    tokens are read.
+    """
+
+    evaluate: bool = True
+    gate: Gate | None = None
+    text: Path | None = None
+    windows: int = 12
+    length: int = 512
+
+    def settings(self) -> dict[str, object]:
+        """By option name, for the manifest: no path."""
+        if not self.evaluate:
+            return {"no_evaluate": True}
+        text = {} if self.text is None else {"eval": self.text.name}
+        gate = OFF if self.gate is None else str(self.gate)
+        return {"gate": gate, **text, "eval_windows": self.windows, "eval_length": self.length}
+
+
+def make_exam(
+    precision: str, gate: str | None, evaluate: bool, text: str | Path | None, windows: int, length: int
+) -> Exam:
+    """Raises UsageError for options that contradict one another."""
+    bounds = parse_gate(gate, precision)
+    if not evaluate and gate is not None and bounds is not None:
+        raise UsageError(f"--gate {gate} needs the comparison that --no-evaluate skips; drop one of them")
+    if not evaluate and text is not None:
+        raise UsageError(f"--eval {text} is for the comparison that --no-evaluate skips; drop one of them")
+    if windows < 1 or length < 2:
+        raise UsageError(f"the evaluation takes at least 1 window of 2 tokens, not {windows} of {length}")
+    return Exam(evaluate, bounds, None if text is None else Path(text), windows, length)
 
 
 def parse_gate(text: str | None, precision: str) -> Gate | None:

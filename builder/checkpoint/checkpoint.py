@@ -6,7 +6,7 @@ file formats. torch and transformers are imported only by the methods that need 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
-from llmc.artifacts.hashing import checkpoint_digest, hash_source
+from llmc.artifacts.hashing import checkpoint_digest, hash_source, sha256_file
 from llmc.artifacts.schema import CheckpointPin, ModelInfo
 from llmc.builder.checkpoint.source import Quantization, Source, TensorInfo, Texts
 from llmc.builder.checkpoint.tokenizer import TokenizerFacts, read_tokenizer
@@ -31,8 +31,9 @@ UNLIMITED = 2048
 class Checkpoint:
     """An opened checkpoint. Nothing of the weights is read until `read`; nothing is hashed until `pin`."""
 
-    def __init__(self, path: Path, source: Source) -> None:
+    def __init__(self, path: Path, source: Source, sha256: Callable[[Path], str] = sha256_file) -> None:
         self.path = path
+        self._sha256 = sha256
         self._source = source
 
     @property
@@ -42,7 +43,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's or the file's name, without its path."""
+        """A GGUF file's name, or what a folder's config says of itself: never a path."""
         return self._source.name
 
     @property
@@ -103,7 +104,7 @@ class Checkpoint:
     @cached_property
     def _pin(self) -> CheckpointPin:
         try:
-            files = tuple(hash_source(self._source.root, name) for name in self._source.files)
+            files = tuple(hash_source(self._source.root, name, self._sha256) for name in self._source.files)
         except OSError as error:
             raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
         return CheckpointPin(checkpoint_digest(files), self.format, files)

@@ -38,16 +38,21 @@ class DirectorySource(Source):
         if not (root / CONFIG).is_file():
             raise CheckpointError(_no_config(root))
         self._config = _read_json(root / CONFIG)
-        self.name = str(self._config.get("_name_or_path") or root.resolve().name).rstrip("/").rsplit("/", 1)[-1]
         _require_tokenizer(root)
         weight_files, self._shards, self._where = _open_weights(root)
         optional = [name for name in _OPTIONAL if (root / name).is_file()]
+        self.name = self._model_name()
         self.files = (CONFIG, TOKENIZER, *optional, *weight_files)
 
     @property
     def config(self) -> dict[str, Any]:
         """config.json."""
         return self._config
+
+    def _model_name(self) -> str:
+        """As the config has it, else by kind and size: the folder's own name must not change a plan's bytes."""
+        known = str(self._config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
+        return known or f"{self._config.get('model_type')}-{self.num_parameters / 1e6:.1f}M"
 
     @cached_property
     def texts(self) -> Texts:

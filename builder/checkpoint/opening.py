@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from llmc.artifacts.errors import CheckpointError
+from llmc.artifacts.hashing import sha256_file
 from llmc.builder.checkpoint.checkpoint import Checkpoint
 from llmc.builder.checkpoint.directory import DirectorySource
 from llmc.builder.checkpoint.gguf_source import GgufSource
@@ -12,8 +14,9 @@ from llmc.builder.checkpoint.quantized import QuantizedSource
 from llmc.builder.checkpoint.source import Source
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a Hugging Face directory or a GGUF file: headers and JSON, no weights, no hashing.
+def open_checkpoint(path: str | Path, sha256: Callable[[Path], str] = sha256_file) -> Checkpoint:
+    """Opens a Hugging Face directory or a GGUF file: headers and JSON, no weights, no hashing, which `sha256` does when
+    the pin is asked for.
 
     Raises CheckpointError for what is missing or damaged, UnsupportedError for what is whole but cannot be compiled.
     """
@@ -34,4 +37,4 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: is one file of a checkpoint; pass its folder, {path.parent}")
     else:
         source = GgufSource(path)
-    return Checkpoint(path, source)
+    return Checkpoint(path, source, sha256)

@@ -1,7 +1,8 @@
-"""Object files by what they were made from, so that building again compiles only what has changed.
+"""What builds have made, by what it was made from, so that building again makes only what has changed: object files,
+traced graphs, calibration tables, file hashes, reports of builds; each kind in a folder of its own.
 
-Comes in: keys (hex digests), bytes. Goes out: bytes. Must not know: compilers. The key says everything that the object
-depends on, so an entry never becomes wrong; the oldest go when the folder grows beyond its limit.
+Comes in: keys (hex digests), bytes. Goes out: bytes. Must not know: what the bytes are. The key says everything that
+they depend on, so an entry never becomes wrong; the oldest go when the folder grows beyond its limit.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from llmc.artifacts.errors import EnvironmentFault
 LIMIT = 512 << 20
 
 
-def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/llmc/objects`, by default under ~/.cache."""
+def default_folder(kind: str = "objects") -> Path:
+    """`$XDG_CACHE_HOME/llmc/<kind>`, by default under ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "llmc" / "objects"
+    return Path(base) / "llmc" / kind
 
 
 @dataclass(frozen=True)
 class ObjectCache:
-    """A folder of objects; `limit` in bytes."""
+    """A folder of objects; `limit` in bytes, `suffix` of the files' names."""
 
     folder: Path
     limit: int = LIMIT
+    suffix: str = ".o"
 
     def get(self, key: str) -> bytes | None:
         """The object, or None."""
@@ -56,7 +58,7 @@ class ObjectCache:
     def prune(self) -> None:
         """Removes the objects that were used longest ago, until the rest fits the limit."""
         entries = []
-        for path in self.folder.glob("*.o"):
+        for path in self.folder.glob(f"*{self.suffix}"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))
@@ -68,10 +70,10 @@ class ObjectCache:
             total -= size
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.o"
+        return self.folder / f"{key}{self.suffix}"
 
     def _fault(self, verb: str, error: OSError) -> EnvironmentFault:
         return EnvironmentFault(
-            f"cannot {verb} compiled objects in {self.folder}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
+            f"cannot {verb} the cache {self.folder}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
             "folder that can be written"
         )

@@ -1,0 +1,24 @@
+"""What a build is asked for. Comes in: nothing. Goes out: `BuildOptions`. Imports nothing: asking must be cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What is built: `precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 (None: f32 for fp32, else bf16); `profile` and
+    `target` by name. How: `verify_passes` by the interpreter, `cxx` the compiler, `workers` translation units at once,
+    `cache` of traces and object files. The plan's bytes depend on the first group and on the compiler's version.
+    """
+
+    precision: str = "bf16"
+    tp: int = 1
+    profile: str = "chat"
+    target: str = "cpu"
+    kv_dtype: str | None = None
+    fp8_activations: str = "static"
+    verify_passes: bool = False
+    cxx: str = "g++"
+    workers: int | None = None
+    cache: bool = True

@@ -1,0 +1,84 @@
+"""How a plan was built, as a command and as a build.yaml: what `llmc inspect --command` and `--config` print.
+
+Comes in: an open plan. Goes out: text. Must not know: how plans are built. Where a path stood, the plan knows a name:
+the text asks for a file or folder of that name in the current folder, and comments say which one is meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+
+import yaml
+
+from llmc.artifacts.plan import Plan
+
+TABLE = "calibration.json"
+
+
+def command(plan: Plan) -> str:
+    """Comments, and one line of shell."""
+    words = ["llmc", "build"]
+    for name, value in options(plan).items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return "\n".join([*_comments(plan), shlex.join(words)]) + "\n"
+
+
+def config(plan: Plan) -> str:
+    """Comments, and the options as YAML."""
+    return "\n".join([*_comments(plan), yaml.safe_dump(options(plan), sort_keys=False).rstrip()]) + "\n"
+
+
+def options(plan: Plan) -> dict[str, object]:
+    """Options of `llmc build` by name, all that decide about the plan's bytes."""
+    manifest = plan.manifest
+    recorded = dict(manifest.build.config)
+    precision = recorded.pop("precision")
+    profile = str(recorded.pop("profile"))
+    result: dict[str, object] = {"model": _model(plan)}
+    result |= {"fp8": True} if precision == "fp8" else {"dtype": precision}
+    result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
+    for name, value in recorded.items():
+        if value is not False:
+            result[_OPTION.get(name, name).replace("_", "-")] = value
+    if TABLE in plan:
+        result["calib"] = TABLE
+    result["output"] = plan.path.name
+    return result
+
+
+#: Names of the manifest that are called otherwise on the command line.
+_OPTION = {"kv_dtype": "kv-cache-dtype"}
+
+
+def _model(plan: Plan) -> str:
+    pin = plan.manifest.checkpoint
+    return pin.files[0].name if pin.format == "gguf" else plan.manifest.model.name
+
+
+def _is_built_in(profile: str) -> bool:
+    from llmc.profiles.loader import profile_names
+
+    return profile in profile_names()
+
+
+def _comments(plan: Plan) -> list[str]:
+    """Which files are meant, and what the same bytes take besides the options."""
+    manifest = plan.manifest
+    build, where = manifest.build, shlex.quote(str(plan.path))
+    lines = [
+        f"{_model(plan)}: the checkpoint with digest {manifest.checkpoint.digest}",
+        f"the same bytes with {build.compiler}, {build.toolchain}, "
+        + ", ".join(f"{name} {version}" for name, version in build.libraries.items()),
+    ]
+    if TABLE in plan:
+        lines.append(f"{TABLE}: unzip -p {where} {TABLE} > {TABLE}")
+    profile = manifest.profile
+    if not _is_built_in(profile.name):
+        content = {key: value for key, value in dataclasses.asdict(profile).items() if key != "name"}
+        content["token_ranges"] = [dict(r) for r in content["token_ranges"]]
+        text = yaml.safe_dump(content, default_flow_style=True, width=10_000, sort_keys=False).strip()
+        lines.append(f"{profile.name}.yaml: {text}")
+    if isinstance(text_name := build.config.get("eval"), str):
+        lines.append(f"{text_name}: the text of quality.json")
+    return [f"# {line}" for line in lines]
