@@ -92,7 +92,9 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """One attention layer's share of a block on one rank. Offsets and sizes in bytes, within one block of the pool."""
+    """One attention layer's share of a block on one rank. Offsets and sizes in bytes, within one block of the pool.
+    `latent`: how many of a row's columns are value as well as key; None where values are stored beside the keys.
+    """
 
     layer: int
     kv_heads: int
@@ -101,6 +103,7 @@ class KVLayer:
     offset: int
     nbytes: int
     window: int | None = None
+    latent: int | None = None
 
 
 @dataclass(frozen=True)

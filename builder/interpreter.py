@@ -137,6 +137,10 @@ def make_context(graph: Graph, capacities: Sequence[int], block_size: int = 4, s
             shape = (sum(blocks), block_size, a.kv_heads)
             widths = (a.head_dim, getattr(a, "v_dim", a.head_dim))
             kv[a.layer] = KVCache(*(np.zeros((*shape, width), NUMPY_DTYPES[kv_dtype]) for width in widths))
+        elif node.op == "latent_cache":  # a row is key, and its first columns are value
+            a = node.attrs
+            rows = np.zeros((sum(blocks), block_size, 1, a.latent + a.rope), NUMPY_DTYPES[kv_dtype])
+            kv[a.layer] = KVCache(rows, rows[..., : a.latent])
     states = {}
     for node in graph:
         if (shape_of := ALL[node.op].state_shape) is not None:

@@ -4,6 +4,7 @@ Comes in: a traced `Graph`, `CompileOptions`. Goes out: `Compiled`, or stage by 
 know: targets, files, tracing.
 
 Order. Quantizing comes early, while every linear still has the module path that the calibration table names it by.
+Latent attention is absorbed before that, because its matrices are no layers of their own afterwards.
 Packed projections are split before attention and sharding look for heads. Norms, rotation and attention take their
 final form before sharding, so that sharding sees whole operators instead of their primitives. Merging comes after
 sharding: a rank joins the slices that it owns. Epilogues and residuals need merged linears and final norms; what no
@@ -24,6 +25,7 @@ from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.builder.checkpoint.source import StoredLinear
 from llmc.builder.ir import Graph
+from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
@@ -32,6 +34,7 @@ from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
 from llmc.builder.passes.fuse_attention import fuse_attention
 from llmc.builder.passes.fuse_experts import fuse_experts
+from llmc.builder.passes.fuse_latent_cache import fuse_latent_cache
 from llmc.builder.passes.fuse_pointwise import fuse_pointwise
 from llmc.builder.passes.fuse_qk_norm import fuse_qk_norm
 from llmc.builder.passes.fuse_residual_norm import fuse_residual_norm
@@ -39,7 +42,7 @@ from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.builder.passes.fuse_rotary import fuse_rotary
 from llmc.builder.passes.fuse_rows import fuse_rows
 from llmc.builder.passes.insert_copies import insert_copies
-from llmc.builder.passes.merge_linears import merge_gate_up, merge_qkv
+from llmc.builder.passes.merge_linears import merge_gate_up, merge_latent, merge_qkv
 from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
@@ -64,6 +67,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fold_weights,
         fold_positions,
         fuse_experts,
+        absorb_latent,
         partial(
             quantize, precision=Precision(options.precision, options.table, options.fp8_activations, options.stored)
         ),
@@ -72,6 +76,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fuse_rms_norm,
         fuse_attention,
         simplify_views,
+        fuse_latent_cache,
         fuse_rotary,
         simplify_views,
         fuse_qk_norm,
@@ -81,6 +86,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
 
 RANK_PASSES: list[Pass] = [
     merge_qkv,
+    merge_latent,
     merge_gate_up,
     fuse_activation,
     fuse_residual_norm,

@@ -23,6 +23,7 @@ from llmc.plugins import cpu_launch
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Scratch
 from llmc.plugins.cpu.recurrent import state_bytes
+from llmc.plugins.latent_attention.cpu import layer_bytes as latent_bytes
 from llmc.plugins.paged_attention.cpu import layer_bytes
 from llmc.profiles import TargetDescription
 
@@ -70,15 +71,19 @@ def lower(
 
 def kv_table(graph: Graph, block_size: int, kv_dtype: str) -> tuple[tuple[KVLayer, ...], int]:
     """Each attention layer's part of a block, in the order of layers, and the bytes of a block."""
-    attention = {n.attrs.layer: n for n in graph if n.op == "paged_attention"}
+    attention = {n.attrs.layer: n for n in graph if n.op in ("paged_attention", "latent_attention")}
     layers, offset = [], 0
     for layer, node in sorted(attention.items()):
         a = node.attrs
         try:
-            nbytes = layer_bytes(a.kv_heads, a.head_dim, block_size, kv_dtype)
+            if node.op == "latent_attention":
+                nbytes = latent_bytes(a.latent, a.rope, block_size, kv_dtype)
+                layers.append(KVLayer(layer, 1, a.latent + a.rope, kv_dtype, offset, nbytes, latent=a.latent))
+            else:
+                nbytes = layer_bytes(a.kv_heads, a.head_dim, block_size, kv_dtype)
+                layers.append(KVLayer(layer, a.kv_heads, a.head_dim, kv_dtype, offset, nbytes, a.window))
         except ValueError as error:
-            raise UnsupportedError(f"paged_attention @{node.path}: {error}") from error
-        layers.append(KVLayer(layer, a.kv_heads, a.head_dim, kv_dtype, offset, nbytes, a.window))
+            raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error
         offset += aligned(nbytes)
     return tuple(layers), offset
 

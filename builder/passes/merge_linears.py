@@ -1,8 +1,8 @@
 """Linear layers that read the same input become one, whose output is cut by views.
 
-Comes in: separate (sharded) linears. Goes out: `merge_qkv` joins those that feed one `rope_cache`, `merge_gate_up`
-those of a gated product act(gate) * up, each as far as they are of one precision. Must not know: ranks; each rank's
-pieces are joined as they are.
+Comes in: separate (sharded) linears. Goes out: `merge_qkv` joins those that feed one `rope_cache`, `merge_latent` those
+that feed one `latent_cache`, `merge_gate_up` those of a gated product act(gate) * up, each as far as they are of one
+precision. Must not know: ranks; each rank's pieces are joined as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Concat
 from llmc.plugins.linear import ACTIVATIONS
+from llmc.plugins.pointwise.functions import ELEMENTWISE
 
 
 def merge_qkv(graph: Graph) -> tuple[Graph, PassReport]:
@@ -23,6 +24,29 @@ def merge_qkv(graph: Graph) -> tuple[Graph, PassReport]:
     view = View(graph)
     places = [(n.path, [_linear(view, name) for name in n.inputs[:3]]) for n in graph if n.op == "rope_cache"]
     return _merge("merge_qkv", view, places)
+
+
+def merge_latent(graph: Graph) -> tuple[Graph, PassReport]:
+    """Joins the linears that make a layer's latent, its shared key part and its query (or the query's own latent)."""
+    view, places = View(graph), []
+    for node in graph:
+        if node.op == "latent_cache":
+            query, latent, key = (_behind(view, name) for name in node.inputs[:3])
+            if query and latent and query.inputs[0] != latent.inputs[0]:
+                query = _behind(view, query.inputs[0])  # the query has a low rank as well
+            places.append((node.path, [query, latent, key]))
+    return _merge("merge_latent", view, places)
+
+
+def _behind(view: View, value: str) -> Node | None:
+    """The one linear that a value comes from, by way of norms, elementwise operators and reshapes."""
+    node = view.producers[value]
+    if node.op == "linear":
+        return node
+    if node.op not in ("rms_norm", "reshape", *ELEMENTWISE):
+        return None
+    found = [made for name in node.inputs if weight_recipe(view, name) is None and (made := _behind(view, name))]
+    return found[0] if len(found) == 1 else None
 
 
 def merge_gate_up(graph: Graph) -> tuple[Graph, PassReport]:

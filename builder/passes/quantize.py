@@ -4,10 +4,11 @@ Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. 
 E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
-which is bf16 like the embedding, and those that the table keeps in bf16. Layers that experts are chosen by stay
-float32: rounding them would send tokens to other experts. A weight that the table rounded is taken as it is stored
-there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
-against it). Inputs are scaled by each token's largest magnitude / 448, or statically by the table.
+which is bf16 like the embedding and like the matrices of latent attention, whose inputs no calibration has seen, and
+those that the table keeps in bf16. Layers that experts are chosen by stay float32: rounding them would send tokens to
+other experts. A weight that the table rounded is taken as it is stored there; any other's scale is the largest
+magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table against it). Inputs are scaled by each
+token's largest magnitude / 448, or statically by the table.
 A checkpoint that is FP8 already keeps its own bytes and scales, and what it left alone is bf16.
 """
 
@@ -30,7 +31,9 @@ from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, Recipe, Store
 from llmc.builder.weights.rounded import scale_name, weight_name
 
 #: Operators whose weights change, and which of their inputs that is.
-_WEIGHT = {"linear": 1, "embedding": 1, "grouped_linear": 2}
+_WEIGHT = {"linear": 1, "embedding": 1, "head_linear": 1, "grouped_linear": 2}
+#: Those of them that are bf16 in an FP8 engine too.
+_NEVER_FP8 = ("embedding", "head_linear")
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,13 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
         if precision.name == "fp8" and precision.stored:
-            entry = _entry(precision, node, recipe)
+            entry = None if node.op in _NEVER_FP8 else _entry(precision, node, recipe)
             edit.swap(node, _own_fp8(view, edit, node, entry) if entry else _bf16(view, edit, node))
             matched, own = matched + 1, own + (entry is not None)
             continue
         ranges = precision.ranges(node.path)
         kept = ranges is not None and ranges.choice is not None and ranges.choice.kept
-        if precision.name == "bf16" or node.op == "embedding" or node.out in heads or kept:
+        if precision.name == "bf16" or node.op in _NEVER_FP8 or node.out in heads or kept:
             edit.swap(node, _bf16(view, edit, node))
         else:
             edit.swap(node, _fp8(view, edit, node, precision))

@@ -4,12 +4,14 @@ Comes in: a graph before merges. Goes out: `Regions`: for each value and rank an
 Must not know: families, recipes.
 
 A region is a set of values of one width that elementwise nodes tie together: a cut through one is a cut through all.
-It can be divided if every value in it is made by a linear layer, by attention or elementwise, and is read by a linear
-layer, by attention (as query, key or value), elementwise, or returned. Any other maker or reader needs it whole.
+It can be divided if every value in it is made by a linear layer (of heads or of all), by attention or elementwise, and
+is read by a linear layer, by attention (as query, key or value), elementwise, or returned. Any other maker or reader
+needs it whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.errors import UnsupportedError
@@ -95,6 +97,12 @@ class Regions:
         kv = divide(cache.attrs.kv_heads, self.tp)[rank]
         return Heads(kv.times(cache.attrs.heads // cache.attrs.kv_heads), kv)
 
+    def columns_of_heads(self, value: str, rank: int, heads: int) -> Extent | None:
+        """A rank's heads of a value [T, heads * S], or None where it has all."""
+        extent = self.extent(value, rank)
+        width = size_of(self.view.types[value].shape[1]) // heads
+        return Extent(extent.start // width, extent.stop // width) if extent else None
+
     def _attention_divides(self, cache: Node) -> bool:
         paged = self.view.only_user(cache.out)
         return paged is not None and paged.op == "paged_attention" and self.divides(paged.out)
@@ -120,10 +128,12 @@ class Regions:
         if node.op == "grouped_linear":
             bad = list(node.inputs[1:2] + node.inputs[-1:]) if node.attrs.combine else list(node.inputs[:2])
             bad += node.outputs if node.attrs.combine or not self._weights_known(node) else ()
-        elif node.op in ("linear", "paged_attention"):
+        elif node.op in ("linear", "paged_attention", "head_linear", "latent_attention"):
             bad = [] if self._weights_known(node) else [*node.outputs, *node.inputs]
         elif node.op == "rope_cache":
             bad = list(node.outputs) + list(node.inputs[3:])
+        elif node.op == "latent_cache":
+            bad = list(node.inputs[1:])  # what all heads share
         elif node.op in ELEMENTWISE and node.type.rank == 2:
             bad = [name for name in node.inputs if not self._full(name, node.type)]
             if any(not self._sliceable(name, node.type) for name in bad):
@@ -133,7 +143,8 @@ class Regions:
         self._whole |= {self._root(name) for name in bad}
 
     def _weights_known(self, node: Node) -> bool:
-        weights = {"linear": node.inputs[1:], "grouped_linear": node.inputs[2 : len(node.inputs)]}.get(node.op, ())
+        first = {"linear": 1, "head_linear": 1, "grouped_linear": 2}.get(node.op, len(node.inputs))
+        weights = node.inputs[first:]
         if node.op == "grouped_linear" and node.attrs.combine:
             weights = weights[:-1]
         return all(weight_recipe(self.view, name) is not None for name in weights)
@@ -148,6 +159,9 @@ class Regions:
         caches = [n for n in self.view.graph if n.op == "rope_cache"]
         for cache in caches:
             self._assign_heads(cache)
+        for node in self.view.graph:
+            if node.op == "latent_attention":
+                self._assign_latent(node)
         for linear in self._linears:
             root = self._root(linear.out)
             if root not in self._whole and root not in self._extents and self._worthwhile(root):
@@ -185,7 +199,24 @@ class Regions:
         if root is None or root in self._whole:
             self._whole |= {self._root(name) for name, _ in inputs}  # attention runs whole, so its inputs do
             return
-        for name, extents in [(root, query), *inputs]:
+        self._cut_at_heads(cache.path, [(root, query), *inputs])
+
+    def _cut_at_heads(self, path: str, regions: Sequence[tuple[str, Sequence[Extent]]]) -> None:
+        for name, extents in regions:
             mine = self._root(name)
             if mine not in self._whole and self._extents.setdefault(mine, tuple(extents)) != tuple(extents):
-                raise UnsupportedError(f"{cache.path}: %{name} is already divided in another way; only tp 1 works")
+                raise UnsupportedError(f"{path}: %{name} is already divided in another way; only tp 1 works")
+
+    def _assign_latent(self, node: Node) -> None:
+        """Each rank has some heads of the queries and of the results; the cached latent is everybody's."""
+        heads = divide(node.attrs.heads, self.tp)
+        out = self.view.only_user(node.out)
+        made = [self.view.producers[name] for name in node.inputs]
+        queries = [node.inputs[0], *(maker.inputs[0] for maker in made if maker.op in ("head_linear", "latent_cache"))]
+        values = [*node.inputs, node.out, *queries, *(out.outputs if out else ())]
+        if out is None or out.op != "head_linear" or self._root(out.out) in self._whole:
+            self._whole |= {self._root(name) for name in values}
+            return
+        widths = [size_of(self.view.types[name].shape[1]) // node.attrs.heads for name in values]
+        cuts = [(name, [e.times(width) for e in heads]) for name, width in zip(values, widths, strict=True)]
+        self._cut_at_heads(node.path, cuts)

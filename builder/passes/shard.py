@@ -19,26 +19,26 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
-from llmc.builder.passes.rewrite import Edit, View, report, tidy
+from llmc.builder.passes.rewrite import Edit, View, report, size_of, tidy
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Concat, Recipe, sliced
 
 
 def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
     """Divides heads and columns among ranks, and gives each its graph. Raises UnsupportedError where tp is larger than
-    the KV heads of an attention layer, GraphError for a graph that is divided already.
+    the KV heads (of latent attention: the heads) of an attention layer, GraphError for a graph that is divided already.
     """
     if graph.tp != 1:
         raise GraphError(f"{graph.name} is rank {graph.rank} of {graph.tp} already")
     if tp == 1:
         return (graph,), report("shard", graph, graph, 0)
-    layers = [node for node in graph if node.op == "rope_cache"]
+    layers = [node for node in graph if node.op in ("rope_cache", "latent_cache")]
     for node in layers:
-        if tp > node.attrs.kv_heads:
-            largest = min(n.attrs.kv_heads for n in layers)
+        kind = "KV heads" if node.op == "rope_cache" else "heads"
+        if tp > _heads(node):
             raise UnsupportedError(
-                f"tp {tp} is larger than the {node.attrs.kv_heads} KV heads of layer {node.attrs.layer} ({node.path}): "
-                f"each rank needs one; the largest tp for this model is {largest}"
+                f"tp {tp} is larger than the {_heads(node)} {kind} of layer {node.attrs.layer} ({node.path}): "
+                f"each rank needs one; the largest tp for this model is {min(map(_heads, layers))}"
             )
     view = View(graph)
     regions = Regions(view, tp)
@@ -47,6 +47,12 @@ def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
     whole = [n for n in linears if not regions.divides(n.out) and not regions.divides(n.inputs[0])]
     notes = [f"{n.op} @{n.path}: cannot be divided, every rank computes all of it" for n in whole]
     return graphs, report("shard", graph, graphs[0], len(linears) - len(whole), notes=notes)
+
+
+def _heads(cache: Node) -> int:
+    """What the ranks divide among them: KV heads; of latent attention, which has one row for all, the heads."""
+    count: int = cache.attrs.kv_heads if cache.op == "rope_cache" else cache.attrs.heads
+    return count
 
 
 class _Rank:
@@ -64,6 +70,9 @@ class _Rank:
             "grouped_linear": self._experts,
             "rope_cache": self._rope_cache,
             "paged_attention": self._paged_attention,
+            "head_linear": self._head_linear,
+            "latent_cache": self._latent,
+            "latent_attention": self._latent,
         }
         for node in self.view.graph:
             special.get(node.op, self._any)(node)
@@ -154,6 +163,28 @@ class _Rank:
             if not self.regions.divides(name):
                 inputs[position] = self._cut(name, columns)
         return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv))
+
+    def _head_linear(self, node: Node) -> None:
+        """This rank's matrices, and their heads' columns of x."""
+        total = size_of(self.view.types[node.inputs[1]].shape[0])
+        heads = self.regions.columns_of_heads(node.out, self.rank, total)
+        if heads is None:
+            return self._any(node)
+        x = self._own_heads(node.inputs[0], heads, total)
+        return self._emit(node, [x, self._weight(node.inputs[1], 0, heads)])
+
+    def _latent(self, node: Node) -> None:
+        """This rank's heads; the latent of a `latent_cache` is computed and cached whole on every rank."""
+        heads = self.regions.columns_of_heads(node.out, self.rank, node.attrs.heads)
+        if heads is None:
+            return self._any(node)
+        queries = self._own_heads(node.inputs[0], heads, node.attrs.heads)
+        return self._emit(node, [queries, *node.inputs[1:]], heads=len(heads))
+
+    def _own_heads(self, name: str, heads: Extent, total: int) -> str:
+        """The columns of some of the `total` heads of a value: all that this rank has, or a cut."""
+        width = size_of(self.view.types[name].shape[1]) // total
+        return name if self.regions.divides(name) else self._cut(name, heads.times(width))
 
     def _cut(self, name: str, extent: Extent) -> str:
         """This rank's columns of a value that every rank has whole: a view."""

@@ -21,10 +21,13 @@ from llmc.builder.weights.recipe import (
     Fp8,
     Leaf,
     Load,
+    Matrices,
     Mul,
     Recipe,
+    Runs,
     Slice,
     StoredTensor,
+    Swap,
     Transpose,
     children,
     leaves,
@@ -57,6 +60,14 @@ class RandomWeights:
                 self._learn(source, (*shape[:axis], stop, *shape[axis + 1 :]))
             case Transpose(source):
                 self._learn(source, shape[::-1])
+            case Swap(source, a, b):
+                turned = list(shape)
+                turned[a], turned[b] = shape[b], shape[a]
+                self._learn(source, tuple(turned))
+            case Matrices(source, rows):
+                self._learn(source, (shape[0] * rows, *shape[2:]))
+            case Runs(source, start, count, width, stride):
+                self._learn(source, (start + (count - 1) * stride + width, *shape[1:]))
             case Concat(axis, sources):
                 for source in sources:
                     self._learn(source, (*shape[:axis], shape[axis] // len(sources), *shape[axis + 1 :]))

@@ -13,6 +13,7 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     stack(r, ...)               recipes of one shape, joined along a new first axis
     reshape(r, n, ...)          the same values in another shape
     swap(r, a, b)               axes a and b exchanged; transpose(r) is swap(r, 0, 1) of a matrix
+    matrices(r, n)              [E * n, K] as [E, n, K]
     runs(r, start, count, width, stride)  `count` runs of `width` rows, whose first rows lie `stride` apart
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
     fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
@@ -20,7 +21,8 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     panels(r, width)            the layout that linear kernels read, see `pack_panels`
     panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
 
-A weight of rank 3 is a stack of matrices [E, N, K], one an expert: its scales are f32[E, N], its panels those of each.
+A weight of rank 3 is a stack of matrices [E, N, K], one an expert or a head: its scales are f32[E, N], its
+panels those of each.
 """
 
 from __future__ import annotations
@@ -164,6 +166,14 @@ class Swap(Recipe):
 
 
 @dataclass(frozen=True)
+class Matrices(Recipe):
+    """[E * rows, ...] as a stack of things of that many rows: [E, rows, ...]."""
+
+    source: Recipe
+    rows: int
+
+
+@dataclass(frozen=True)
 class Add(Recipe):
     """source + constant, in float32."""
 
@@ -241,6 +251,7 @@ _CLASSES: dict[str, type[Recipe]] = {
     "reshape": Reshape,
     "transpose": Transpose,
     "swap": Swap,
+    "matrices": Matrices,
     "add": Add,
     "mul": Mul,
     "cast": Cast,
@@ -336,6 +347,8 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
             return Transpose(sliced(source, 1 - axis, start, stop))
         case Swap(source, a, b):
             return Swap(sliced(source, {a: b, b: a}.get(axis, axis), start, stop, rank), a, b)
+        case Matrices(source, rows) if axis == 0:
+            return Matrices(sliced(source, 0, start * rows, stop * rows), rows)
         case Fp8(source, scale):
             cut = sliced(scale, axis, start, stop, rank) if axis < rank - 1 else scale
             return Fp8(sliced(source, axis, start, stop, rank), cut)
@@ -403,6 +416,10 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
             if not all(0 <= axis < len(shape) for axis in (a, b)):
                 raise _fail(recipe, f"{source} has no axes {a} and {b}")
             shape[a], shape[b] = shape[b], shape[a]
+        case Matrices(_, rows):
+            if rows < 1 or shape[0] % rows:
+                raise _fail(recipe, f"{source} is no stack of things of {rows} rows")
+            shape = [shape[0] // rows, rows, *shape[1:]]
         case Runs(_, start, count, width, stride):
             if start < 0 or not 0 < width <= stride or count < 1 or start + (count - 1) * stride + width > shape[0]:
                 raise _fail(recipe, f"{source} has no such rows")
@@ -491,6 +508,8 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
             return value[(slice(None),) * axis + (slice(start, None, step),)]
         case Swap(_, a, b):
             return value.swapaxes(a, b)
+        case Matrices(_, height):
+            return value.reshape(-1, height, *value.shape[1:])
         case Runs(_, start, count, width, stride):
             first = start + stride * np.arange(count)
             return value[(first[:, None] + np.arange(width)).reshape(-1)]

@@ -31,6 +31,7 @@ from llmc.builder.weights.recipe import (
     Fp8Scale,
     Leaf,
     Load,
+    Matrices,
     Mul,
     Panels,
     PanelsGated,
@@ -139,6 +140,8 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Swap(inner, a, b) if 0 not in (a, b):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
+        case Matrices(inner, count):
+            return Matrices(rows(inner, start * count, stop * count, source), count)
         case Fp8(inner, scale):
             return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))
         case Stack(sources):
