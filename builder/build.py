@@ -366,6 +366,7 @@ def _report(
         launches_traced=front.traced.eager_launches_per_layer,
         launches_compiled=max(launches.per_layer for launches in front.compiled.launches),
         launches_step=max(rank.launches for rank in manifest.ranks),
+        launches_generic=front.compiled.launches[0].generic,
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,

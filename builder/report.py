@@ -17,9 +17,10 @@ class BuildReport:
     """`published` False: the gate refused the plan, and it stands nowhere. `seconds` by stage, in order.
     `peak_memory_bytes`: the most that this process held at once. Not g++: Linux counts what the parent held before exec
     as its child's. `launches_traced`: kernels a layer that an eager runner launches in a step; `launches_compiled`: of
-    the rank that launches most. `quality`: what asking the finished engine gave, if it was. `parity`: how much of text
-    handling was compared with transformers'. `reused`: stages whose result an earlier build had made. `unchanged`: the
-    plan already was this build, whose report this is; the seconds are those of finding out.
+    the rank that launches most. `launches_generic`: launches of a step in code for what no fused pattern claims, by
+    operator. `quality`: what asking the finished engine gave, if it was. `parity`: how much of text handling was
+    compared with transformers'. `reused`: stages whose result an earlier build had made. `unchanged`: the plan already
+    was this build, whose report this is; the seconds are those of finding out.
     """
 
     plan: str
@@ -31,6 +32,7 @@ class BuildReport:
     launches_traced: float
     launches_compiled: float
     launches_step: int
+    launches_generic: dict[str, int]
     memory: MemoryPlan
     quality: dict[str, Any]
     parity: str
@@ -53,6 +55,7 @@ class BuildReport:
             ("KV of a token", f"{self.memory.kv_block_bytes // self.memory.block_size:,} B ({self.memory.kv_dtype})"),
             ("launches a layer", f"{self.launches_traced:.1f} as traced, {self.launches_compiled:.1f} compiled"),
             ("launches a step", f"{self.launches_step}"),
+            ("of generic code", _generic(self.launches_generic)),
             ("tokenizer and chat", self.parity),
             *_quality_rows(self.quality),
         ]
@@ -61,6 +64,12 @@ class BuildReport:
         if self.unchanged:
             return ", unchanged"
         return "" if self.published else ", not published"
+
+
+def _generic(launches: dict[str, int]) -> str:
+    """What fell to generic code: an activation or a norm that no pattern knows costs launches, never support."""
+    parts = ", ".join(f"{count} {op}" for op, count in launches.items())
+    return f"{sum(launches.values())}{f' ({parts})' if parts else ''}"
 
 
 def _quality_rows(quality: dict[str, Any]) -> list[tuple[str, str]]:
