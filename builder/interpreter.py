@@ -135,7 +135,7 @@ def make_context(graph: Graph, capacities: Sequence[int], block_size: int = 4, s
         if node.op in ("attention", "rope_cache"):
             a = node.attrs
             shape = (sum(blocks), block_size, a.kv_heads)
-            widths = (a.head_dim, getattr(a, "v_dim", a.head_dim))
+            widths = (a.head_dim, a.head_dim if a.v_dim is None else a.v_dim)
             kv[a.layer] = KVCache(*(np.zeros((*shape, width), NUMPY_DTYPES[kv_dtype]) for width in widths))
         elif node.op == "latent_cache":  # a row is key, and its first columns are value
             a = node.attrs

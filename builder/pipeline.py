@@ -77,6 +77,8 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fuse_attention,
         simplify_views,
         fuse_latent_cache,
+        fuse_qk_norm,
+        simplify_views,
         fuse_rotary,
         simplify_views,
         fuse_qk_norm,

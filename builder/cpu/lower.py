@@ -80,7 +80,7 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str) -> tuple[tuple[KVLaye
                 nbytes = latent_bytes(a.latent, a.rope, block_size, kv_dtype)
                 layers.append(KVLayer(layer, 1, a.latent + a.rope, kv_dtype, offset, nbytes, latent=a.latent))
             else:
-                nbytes = layer_bytes(a.kv_heads, a.head_dim, block_size, kv_dtype)
+                nbytes = layer_bytes(a.kv_heads, a.head_dim, a.value_dim, block_size, kv_dtype)
                 layers.append(KVLayer(layer, a.kv_heads, a.head_dim, kv_dtype, offset, nbytes, a.window))
         except ValueError as error:
             raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error

@@ -172,7 +172,7 @@ def _select_rows(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
 def _attention(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     """q [1,H,T,D], k and v [1,KH,T,D] as [T,H,D] and [T,KH,D]; the result [1,T,H,D] as [T,H,D]."""
     traced = len(inputs[0].shape) == 4
-    names = [e.align(x, (2, 1, 3) if traced else (0, 1, 2)) for x in inputs]
+    names = [e.align(x, (2, 1, 3) if traced else (0, 1, 2)) for x in inputs[:3]] + [e.exact(x) for x in inputs[3:]]
     return e.laid(e.emit("attention", names, **vars(node.attrs)), node.type.shape, [1, 2, 3] if traced else [0, 1, 2])
 
 

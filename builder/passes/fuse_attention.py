@@ -1,19 +1,21 @@
 """`attention` becomes `rope_cache` (writes keys and values to the cache) and `paged_attention` (reads it).
 
 Comes in: attention over [T, heads, head_dim] values. Goes out: both operators on [T, heads * head_dim] values, still
-without rotation and norms, which the next passes move in. Must not know: families.
+without rotation and norms, which the next passes move in. A factor on queries or keys becomes part of the scale. Must
+not know: families.
 """
 
 from __future__ import annotations
 
-from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.rewrite import Edit, View, report, size_of
+from llmc.builder.passes.rewrite import Edit, Scalar, Value, View, first, op, report, size_of
+
+_SCALED = op("mul", Value("x"), Scalar("factor")) | op("div", Value("x"), Scalar("divisor"))
 
 
 def fuse_attention(graph: Graph) -> tuple[Graph, PassReport]:
-    """Replaces every attention; raises UnsupportedError for one whose values are of another width than its keys."""
+    """Replaces every attention."""
     view, edit = View(graph), Edit(graph)
     matched = [node for node in graph if node.op == "attention"]
     for node in matched:
@@ -24,22 +26,35 @@ def fuse_attention(graph: Graph) -> tuple[Graph, PassReport]:
 
 def _paged(view: View, edit: Edit, node: Node) -> list[Node]:
     a = node.attrs
-    if a.v_dim != a.head_dim:
-        raise UnsupportedError(
-            f"attention @{node.path}: values have {a.v_dim} columns a head and keys {a.head_dim}; "
-            "the paged cache holds both at one width, so this model cannot be compiled"
-        )
     heads = size_of(view.types[node.inputs[0]].shape[1])
-    shared = {"layer": a.layer, "heads": heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+    v_dim = None if a.v_dim == a.head_dim else a.v_dim
+    shared = {"layer": a.layer, "heads": heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim, "v_dim": v_dim}
+    widths = (heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.v_dim)
+    (query, of_query), (key, of_key) = (_unscaled(view, name) for name in node.inputs[:2])
     flat = [
-        edit.make("reshape", [name], [view.types[name]], {"shape": ("T", count * a.head_dim)}, like=node, stem=name)
-        for name, count in zip(node.inputs, (heads, a.kv_heads, a.kv_heads), strict=True)
+        edit.make("reshape", [name], [view.types[name]], {"shape": ("T", width)}, like=node, stem=name)
+        for name, width in zip((query, key, node.inputs[2]), widths, strict=True)
     ]
-    none = {"rotary": 0, "style": "half", "qk_norm_eps": None}
     values, types = [f.out for f in flat], [f.type for f in flat]
-    cache = edit.make("rope_cache", values, types, shared | none, like=node, stem=node.inputs[0])
-    scaling = {"scale": a.scale, "window": a.window, "softcap": a.softcap}
-    paged = edit.make("paged_attention", [cache.out], [cache.type], shared | scaling, like=node)
+    cache = edit.make("rope_cache", values, types, shared, like=node, stem=node.inputs[0])
+    scoring = vars(a.scoring) | {"scale": a.scale * of_query * of_key}
+    by_head = node.inputs[3:]
+    types = [cache.type, *(view.types[name] for name in by_head)]
+    paged = edit.make("paged_attention", [cache.out, *by_head], types, shared | scoring, like=node)
     shape = {"shape": node.type.shape}
     back = edit.make("reshape", [paged.out], [paged.type], shape, like=node, outputs=node.outputs)
     return [*flat, cache, paged, back]
+
+
+def _unscaled(view: View, name: str) -> tuple[str, float]:
+    """The value without a factor that it was multiplied by, before or after it was cut into heads; and the factor."""
+    source = name
+    while True:
+        found = first(view, _SCALED, source)
+        if found and view.only_user(source):
+            rest, factor = _unscaled(view, found["x"])
+            return rest, factor * (found["factor"] if "factor" in found else 1 / found["divisor"])
+        reshape = view.producer(source, "reshape")
+        if not reshape or not view.only_user(source):
+            return name, 1.0
+        source = reshape.inputs[0]

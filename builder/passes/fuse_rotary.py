@@ -46,13 +46,13 @@ def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
     view, edit = View(graph), Edit(graph)
     matched, missed = [], []
     for node in graph:
-        if node.op != "rope_cache" or node.attrs.rotary or node.attrs.qk_norm_eps is not None:
+        if node.op != "rope_cache" or node.attrs.rotary or (node.attrs.has_norm and not node.attrs.norm_last):
             continue
         query, key = (_rotation(view, name) for name in node.inputs[:2])
         if query and key and query.alike(key):
             edit.swap(node, *_rotating(view, edit, node, query, key))
             matched.append(node.path)
-        elif any(_reads_positions(view, name) for name in node.inputs[:2]):
+        elif any(reads_positions(view, name) for name in node.inputs[:2]):
             missed.append(node.path)
     after = edit.finish()
     return after, report_places("fuse_rotary", graph, after, matched, missed)
@@ -122,7 +122,8 @@ def _rotating(view: View, edit: Edit, node: Node, query: _Rotation, key: _Rotati
     made, inputs, types = [], [], []
     tables = [(table, TensorType("f32", ("T", query.width))) for table in (query.cos, query.sin)]
     flat = [(r.source, view.types[name]) for r, name in zip((query, key), node.inputs[:2], strict=True)]
-    for name, kind in [*flat, (node.inputs[2], view.types[node.inputs[2]]), *tables]:
+    rest = [(name, view.types[name]) for name in node.inputs[3:]]
+    for name, kind in [*flat, (node.inputs[2], view.types[node.inputs[2]]), *tables, *rest]:
         if view.types[name] == kind:
             inputs.append(name)
         else:
@@ -133,7 +134,7 @@ def _rotating(view: View, edit: Edit, node: Node, query: _Rotation, key: _Rotati
     return [*made, edit.make("rope_cache", inputs, types, attrs, like=node, outputs=node.outputs)]
 
 
-def _reads_positions(view: View, value: str) -> bool:
+def reads_positions(view: View, value: str) -> bool:
     """Whether a value depends on the positions by another way than through a linear layer."""
     wanted, seen = [value], set()
     while wanted:

@@ -23,6 +23,7 @@ STRIDED_INPUTS = {
     "latent_cache": 5,
     "head_linear": 1,
     "rms_norm": 1,
+    "mean_squares": 2,
     "pointwise": 1 << 16,
     "rowwise": 1 << 16,
     "causal_conv": 1,

@@ -73,8 +73,12 @@ def gated_product(view: View, node: Node) -> tuple[str, str, Node] | None:
 
 
 def _linear(view: View, value: str) -> Node | None:
+    """The linear that makes the value, for one reader or for those of queries and keys, which follow row strides."""
     node = view.producer(value, "linear")
-    return node if node and view.only_user(value) and not node.attrs.all_reduce else None
+    if node is None or node.attrs.all_reduce or value in view.graph.outputs:
+        return None
+    alone = view.only_user(value) or all(user.op in ("rope_cache", "mean_squares") for user in view.users[value])
+    return node if alone else None
 
 
 def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | None]]]) -> tuple[Graph, PassReport]:

@@ -55,6 +55,21 @@ def divide(count: int, tp: int) -> tuple[Extent, ...]:
     return tuple(Extent(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
 
+def divide_heads(heads: int, kv_heads: int, tp: int) -> tuple[Heads, ...]:
+    """Each rank's heads: runs of KV heads with their query heads; where ranks are more than KV heads, one KV head for
+    several ranks, each with some of its query heads. Needs as many query heads as ranks.
+    """
+    group = heads // kv_heads
+    if tp <= kv_heads:
+        return tuple(Heads(kv.times(group), kv) for kv in divide(kv_heads, tp))
+    found = []
+    for head, ranks in enumerate(divide(tp, kv_heads)):
+        for run in divide(group, len(ranks)):
+            query = Extent(head * group + run.start, head * group + run.stop)
+            found.append(Heads(query, Extent(head, head + 1)))
+    return tuple(found)
+
+
 def divide_columns(width: int, tp: int) -> tuple[Extent, ...] | None:
     """`width` columns in runs of whole panels, or of smaller powers of two; None where there are fewer than tp."""
     granule = PANEL
@@ -94,8 +109,7 @@ class Regions:
         """A rank's heads of a `rope_cache` and of the attention that reads it; None where every rank has all."""
         if not self._attention_divides(cache):
             return None
-        kv = divide(cache.attrs.kv_heads, self.tp)[rank]
-        return Heads(kv.times(cache.attrs.heads // cache.attrs.kv_heads), kv)
+        return divide_heads(cache.attrs.heads, cache.attrs.kv_heads, self.tp)[rank]
 
     def columns_of_heads(self, value: str, rank: int, heads: int) -> Extent | None:
         """A rank's heads of a value [T, heads * S], or None where it has all."""
@@ -132,6 +146,7 @@ class Regions:
             bad = [] if self._weights_known(node) else [*node.outputs, *node.inputs]
         elif node.op == "rope_cache":
             bad = list(node.outputs) + list(node.inputs[3:])
+            bad += [] if self._weights_known(node) else node.inputs[:3]
         elif node.op == "latent_cache":
             bad = list(node.inputs[1:])  # what all heads share
         elif node.op in ELEMENTWISE and node.type.rank == 2:
@@ -143,7 +158,9 @@ class Regions:
         self._whole |= {self._root(name) for name in bad}
 
     def _weights_known(self, node: Node) -> bool:
-        first = {"linear": 1, "head_linear": 1, "grouped_linear": 2}.get(node.op, len(node.inputs))
+        """Whether a rank can take its part of all that is neither the step's values nor tables of positions."""
+        known = {"linear": 1, "head_linear": 1, "paged_attention": 1, "grouped_linear": 2, "rope_cache": 3}
+        first = known.get(node.op, len(node.inputs)) + 2 * bool(getattr(node.attrs, "rotary", 0))
         weights = node.inputs[first:]
         if node.op == "grouped_linear" and node.attrs.combine:
             weights = weights[:-1]
@@ -192,14 +209,16 @@ class Regions:
     def _assign_heads(self, cache: Node) -> None:
         paged = self.view.only_user(cache.out)
         a = cache.attrs
-        kv = [e.times(a.head_dim) for e in divide(a.kv_heads, self.tp)]
-        query = [e.times(a.heads // a.kv_heads) for e in kv]
-        inputs = list(zip(cache.inputs[:3], (query, kv, kv), strict=True))
+        heads = divide_heads(a.heads, a.kv_heads, self.tp)
+        query, key = ([e.times(a.head_dim) for e in es] for es in zip(*((h.query, h.kv) for h in heads), strict=True))
+        value = [h.kv.times(a.value_dim) for h in heads]
+        attended = [h.query.times(a.value_dim) for h in heads]
+        inputs = list(zip(cache.inputs[:3], (query, key, value), strict=True))
         root = self._root(paged.out) if paged and paged.op == "paged_attention" else None
         if root is None or root in self._whole:
             self._whole |= {self._root(name) for name, _ in inputs}  # attention runs whole, so its inputs do
             return
-        self._cut_at_heads(cache.path, [(root, query), *inputs])
+        self._cut_at_heads(cache.path, [(root, attended), *inputs])
 
     def _cut_at_heads(self, path: str, regions: Sequence[tuple[str, Sequence[Extent]]]) -> None:
         for name, extents in regions:

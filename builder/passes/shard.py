@@ -26,7 +26,8 @@ from llmc.builder.weights.recipe import Concat, Recipe, sliced
 
 def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
     """Divides heads and columns among ranks, and gives each its graph. Raises UnsupportedError where tp is larger than
-    the KV heads (of latent attention: the heads) of an attention layer, GraphError for a graph that is divided already.
+    the query heads (of latent attention: the heads) of an attention layer, GraphError for a graph that is divided
+    already.
     """
     if graph.tp != 1:
         raise GraphError(f"{graph.name} is rank {graph.rank} of {graph.tp} already")
@@ -34,11 +35,10 @@ def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
         return (graph,), report("shard", graph, graph, 0)
     layers = [node for node in graph if node.op in ("rope_cache", "latent_cache")]
     for node in layers:
-        kind = "KV heads" if node.op == "rope_cache" else "heads"
-        if tp > _heads(node):
+        if tp > node.attrs.heads:
             raise UnsupportedError(
-                f"tp {tp} is larger than the {_heads(node)} {kind} of layer {node.attrs.layer} ({node.path}): "
-                f"each rank needs one; the largest tp for this model is {min(map(_heads, layers))}"
+                f"tp {tp} is larger than the {node.attrs.heads} query heads of layer {node.attrs.layer} ({node.path}): "
+                f"each rank needs one; the largest tp for this model is {min(n.attrs.heads for n in layers)}"
             )
     view = View(graph)
     regions = Regions(view, tp)
@@ -47,12 +47,6 @@ def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:
     whole = [n for n in linears if not regions.divides(n.out) and not regions.divides(n.inputs[0])]
     notes = [f"{n.op} @{n.path}: cannot be divided, every rank computes all of it" for n in whole]
     return graphs, report("shard", graph, graphs[0], len(linears) - len(whole), notes=notes)
-
-
-def _heads(cache: Node) -> int:
-    """What the ranks divide among them: KV heads; of latent attention, which has one row for all, the heads."""
-    count: int = cache.attrs.kv_heads if cache.op == "rope_cache" else cache.attrs.heads
-    return count
 
 
 class _Rank:
@@ -157,12 +151,37 @@ class _Rank:
         heads = self.regions.heads(node, self.rank)
         if heads is None:
             return self._any(node)
+        a = node.attrs
+        columns = [heads.query.times(a.head_dim), heads.kv.times(a.head_dim), heads.kv.times(a.value_dim)]
         inputs = list(node.inputs)
-        for position, count in enumerate((heads.query, heads.kv, heads.kv)):
-            name, columns = inputs[position], count.times(node.attrs.head_dim)
-            if not self.regions.divides(name):
-                inputs[position] = self._cut(name, columns)
-        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv))
+        for position, extent in enumerate(columns):
+            if not self.regions.divides(inputs[position]):
+                inputs[position] = self._cut(inputs[position], extent)
+        if a.norm_scope != "head":  # each head has weights of its own: of q, of k, and so on
+            first = 3 + 2 * bool(a.rotary)
+            for position in range(first, len(inputs)):
+                inputs[position] = self._weight(inputs[position], 0, columns[(position - first) % 2])
+        means = a.norm_scope == "all"
+        if means:
+            inputs.append(self._means(node, inputs[:2]))
+        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv), norm_means=means)
+
+    def _means(self, node: Node, values: Sequence[str]) -> str:
+        """The mean squares of q and k over the heads of all ranks. Ranks that share a KV head each add their part."""
+        a = node.attrs
+        if self.tp > a.kv_heads and self.tp % a.kv_heads:
+            raise UnsupportedError(
+                f"rope_cache @{node.path}: its norm over all heads needs {self.tp} ranks to share {a.kv_heads} KV "
+                "heads evenly; choose a tp that is a multiple of them, or no more"
+            )
+        copies = max(1, self.tp // a.kv_heads)
+        widths = (a.heads * a.head_dim, a.kv_heads * a.head_dim * copies)
+        types = [self.types[name] for name in values]
+        part = self.edit.make("mean_squares", values, types, {"widths": widths}, like=node, stem=f"{node.out}.part")
+        total = self.edit.make("all_reduce", [part.out], [part.type], like=node, stem=f"{node.out}.means")
+        self.nodes += [part, total]
+        self.types |= {part.out: part.type, total.out: total.type}
+        return total.out
 
     def _head_linear(self, node: Node) -> None:
         """This rank's matrices, and their heads' columns of x."""
@@ -198,4 +217,5 @@ class _Rank:
         heads = self.regions.heads(self.view.producers[node.inputs[0]], self.rank)
         if heads is None:
             return self._any(node)
-        return self._emit(node, node.inputs, heads=len(heads.query), kv_heads=len(heads.kv))
+        inputs = [node.inputs[0], *(self._weight(name, 0, heads.query) for name in node.inputs[1:])]
+        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv))

@@ -274,8 +274,12 @@ def _index(e: Emitter, self: Value, indices: Sequence[Value | None]) -> Value:
 
 @aten("llmc.attention")
 def _attention(e: Emitter, q: Value, k: Value, v: Value, layer: int, scale: float, window: int | None,
-               softcap: float | None) -> Value:  # fmt: skip
+               softcap: float | None, chunk: int | None = None, slopes: Sequence[float] | None = None,
+               sinks: Value | None = None) -> Value:  # fmt: skip
     inputs = [e.value(q), e.value(k), e.value(v)]
     _, kv_heads, _, head_dim = e.types[inputs[1]].shape
-    return e.emit("attention", inputs, layer=layer, scale=scale, window=window, softcap=softcap, kv_heads=kv_heads,
-                  head_dim=head_dim, v_dim=e.types[inputs[2]].shape[3])  # fmt: skip
+    by_head = [None if slopes is None else torch.tensor(slopes), sinks]
+    return e.emit("attention", [*inputs, *(e.value(x) for x in by_head if x is not None)], layer=layer, scale=scale,
+                  window=window, softcap=softcap, kv_heads=kv_heads, head_dim=head_dim,
+                  v_dim=e.types[inputs[2]].shape[3], chunk=chunk, slopes=slopes is not None,
+                  sinks=sinks is not None)  # fmt: skip

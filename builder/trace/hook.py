@@ -35,20 +35,24 @@ def attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
+    slopes: list[float] | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [1,H,T,D], k [1,KH,T,D], v [1,KH,T,DV] -> [1,T,H,DV]; only ever traced."""
+    """q [1,H,T,D], k [1,KH,T,D], v [1,KH,T,DV], slopes and sinks [H] -> [1,T,H,DV]; only ever traced."""
     raise NotImplementedError("llmc::attention stands in traced graphs and has no kernel in PyTorch")
 
 
 @attention.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
-      softcap: float | None) -> torch.Tensor:  # fmt: skip
+      softcap: float | None, chunk: int | None, slopes: list[float] | None,
+      sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
             scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-            **options: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+            s_aux: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     kind = type(module).__name__
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
@@ -60,21 +64,24 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     extra = sorted(name for name, given in options.items() if given is not None and name not in _MEANINGLESS)
     if extra:
         raise UnsupportedError(f"{where} passes {', '.join(extra)} to its attention, which cannot be compiled")
-    window = _window(module, layer, sliding_window, where)
+    window, chunk = _window(module, layer, sliding_window, where)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return torch.ops.llmc.attention(query, key, value, layer, scale, window, softcap), None
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    return torch.ops.llmc.attention(query, key, value, layer, scale, window, softcap, chunk, None, sinks), None
 
 
-def _window(module: Any, layer: int, given: int | None, where: str) -> int | None:
-    """The sliding window: what is passed, or what the config says where the model leaves it to the mask."""
+def _window(module: Any, layer: int, given: int | None, where: str) -> tuple[int | None, int | None]:
+    """(sliding window, chunk): what is passed, or what the config says where the model leaves it to the mask."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[layer] if types and layer < len(types) else None
     if kind == "sliding_attention":
-        return given or getattr(module, "sliding_window", None) or config.sliding_window
+        return given or getattr(module, "sliding_window", None) or config.sliding_window, None
+    if kind == "chunked_attention":
+        return None, config.attention_chunk_size
     if kind not in (None, *_FULL):
-        raise UnsupportedError(f"{where} is of type {kind!r}; only full and sliding attention can be compiled")
-    return None if kind in _FULL else given
+        raise UnsupportedError(f"{where} is of type {kind!r}; only full, sliding and chunked attention can be compiled")
+    return (None if kind in _FULL else given), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

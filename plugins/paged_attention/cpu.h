@@ -1,12 +1,12 @@
 // Attention of a step's queries over the paged cache, for one layer.
 //
 // Cache: a block holds, for this layer at `offset`, K as [kv_head][head_dim][block_size] (keys are lanes), then V as
-// [kv_head][block_size][head_dim]. block_size is 16, 32, 64, 128 or 256.
+// [kv_head][block_size][v_dim]. block_size is 16, 32, 64, 128 or 256.
 //
 // Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a
 // score accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
-// accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A position that a query
-// does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
+// accumulate over keys. Partitions join a running (largest, sum, values) one after the other, a sink last of all. A
+// position that a query does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
 //
 // Work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a unit is a tile's work on one
 // partition. Threads own equal stretches of the units' total cost. A tile that several threads share is joined, after a
@@ -24,7 +24,22 @@ namespace llmc {
 constexpr int kPartition = 256;
 constexpr int kTileRows = 24;
 
-template <int H, int KH, int D, int BS, class KV, int WINDOW, bool SOFTCAP>
+// What is compiled into the kernel; what a model has not costs nothing. `window`, `chunk`: 0 for none.
+template <int WINDOW, int CHUNK, bool SOFTCAP, bool SLOPES, bool SINKS>
+struct Scoring {
+  static constexpr int window = WINDOW, chunk = CHUNK;
+  static constexpr bool softcap = SOFTCAP, slopes = SLOPES, sinks = SINKS;
+};
+
+// q [T, H, D] -> out [T, H * DV]. `slopes`, `sinks`: one number a query head, or null. `offset`: of this layer within a
+// block of `block_bytes`.
+struct PagedInputs {
+  const float *q, *slopes, *sinks;
+  float scale, softcap;
+  int64_t offset, block_bytes;
+};
+
+template <int H, int KH, int D, int DV, int BS, class KV, class S>
 class PagedAttention {
   static_assert(BS % kLanes == 0 && kPartition % BS == 0, "block_size is 16, 32, 64, 128 or 256");
   static_assert(H % KH == 0, "heads share KV heads evenly");
@@ -33,8 +48,8 @@ class PagedAttention {
   static constexpr int kGroup = H / KH;
   static constexpr int kTileTokens = kGroup >= kTileRows ? 1 : kTileRows / kGroup;
   static constexpr int kRows = kTileTokens * kGroup;
-  static constexpr int kFull = D / kLanes, kRest = D % kLanes;
-  static constexpr int kWidth = (D + kLanes - 1) / kLanes * kLanes;  // floats of a row's values
+  static constexpr int kFull = DV / kLanes, kRest = DV % kLanes;
+  static constexpr int kWidth = (DV + kLanes - 1) / kLanes * kLanes;  // floats of a row's values
   static constexpr int kStride = kWidth + kLanes;                    // the values, then largest score and sum
 
   // What a thread leaves for others: a partial result for each partition of one tile.
@@ -42,10 +57,8 @@ class PagedAttention {
     return int64_t(sizeof(float)) * kRows * kStride * ((max_seq_len + kPartition - 1) / kPartition);
   }
 
-  PagedAttention(const Ctx& c, int tid, const float* q, float* out, float scale, float softcap, int64_t offset,
-                 int64_t block_bytes)
-      : c_(c), step_(*c.step), tid_(tid), q_(q), out_(out), scale_(scale), softcap_(softcap), offset_(offset),
-        block_bytes_(block_bytes) {}
+  PagedAttention(const Ctx& c, int tid, const PagedInputs& in, float* out)
+      : c_(c), step_(*c.step), tid_(tid), in_(in), out_(out) {}
 
   void run() {
     for_tiles([this](const Tile& t, int64_t) { total_ += cost(t) * KH; });
@@ -83,19 +96,25 @@ class PagedAttention {
     int seq, token, tokens, position, kv_head, first_part, last_part;
     int rows() const { return tokens * kGroup; }
     int end() const { return position + tokens; }  // one past the last key that any query sees
-    int begin() const { return WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0; }
+    int begin() const { return first_key(position); }  // the first key that any query sees
   };
 
   const Ctx& c_;
   const llmc_step& step_;
   int tid_;
-  const float* q_;
+  const PagedInputs& in_;
   float* out_;
-  float scale_, softcap_;
-  int64_t offset_, block_bytes_;
   int64_t total_ = 0;
 
   static constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+  // The first key that a query at a position sees; never before that of an earlier query.
+  static int first_key(int position) {
+    int first = 0;
+    if constexpr (S::window > 0) first = std::max(first, position - S::window + 1);
+    if constexpr (S::chunk > 0) first = std::max(first, position - position % S::chunk);
+    return first;
+  }
 
   // Calls f(tile of KV head 0, cost of everything before it).
   template <class F>
@@ -166,7 +185,7 @@ class PagedAttention {
 
   void load_queries(const Tile& t, float* queries) const {
     for (int i = 0; i < t.tokens; ++i)
-      std::copy_n(q_ + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries + i * kGroup * D);
+      std::copy_n(in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries + i * kGroup * D);
   }
 
   // ---- one partition ----
@@ -178,7 +197,7 @@ class PagedAttention {
     int end;                                 // one past the last key that is read; all relative to the partition
   };
 
-  const uint8_t* block(int32_t number) const { return c_.rank->kv + number * block_bytes_ + offset_; }
+  const uint8_t* block(int32_t number) const { return c_.rank->kv + number * in_.block_bytes + in_.offset; }
 
   Span span(const Tile& t, int part) const {
     const int base = part * kPartition;
@@ -199,9 +218,10 @@ class PagedAttention {
       score_rows<decltype(rows)::value>(s, t.kv_head, queries + r * D, scores + r * kPartition, r == 0);
     });
     for (int r = 0; r < t.rows(); ++r) {
-      const int position = t.position + r / kGroup - part * kPartition;
-      const int first = WINDOW ? std::max(position - WINDOW + 1, 0) : 0;
-      softmax(s, first, std::min(position + 1, kPartition), scores + r * kPartition, to + r * kStride + kWidth);
+      const int base = part * kPartition, position = t.position + r / kGroup;
+      const int first = std::max(first_key(position) - base, 0), last = std::min(position - base + 1, kPartition);
+      const Bias bias{S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position};
+      softmax(s, first, last, bias, scores + r * kPartition, to + r * kStride + kWidth);
     }
     for_rows(t.rows(), [&](auto rows, int r) {
       value_rows<decltype(rows)::value>(s, t.kv_head, scores + r * kPartition, to + r * kStride, r == 0);
@@ -212,7 +232,8 @@ class PagedAttention {
     return reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(kv_head) * D * BS + key % BS;
   }
   static const KV* values_at(const Span& s, int kv_head, int key) {
-    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + (int64_t(KH + kv_head) * BS + key % BS) * D;
+    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(KH) * D * BS +
+           (int64_t(kv_head) * BS + key % BS) * DV;
   }
 
   // What will be read after some 16 keys: more keys, then values, then the next partition's keys; null where nothing is
@@ -301,14 +322,22 @@ class PagedAttention {
       for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, acc[r][n]);
   }
 
+  // slope * (key position - query position); `distance`: that of the partition's first key.
+  struct Bias {
+    float slope;
+    int distance;
+  };
+  static int head_of(const Tile& t, int row) { return t.kv_head * kGroup + row % kGroup; }
+
   // One row's scores become weights for the keys [first, last); state: largest score and sum, which is 0 for no key.
-  void softmax(const Span& s, int first, int last, float* scores, float* state) const {
+  void softmax(const Span& s, int first, int last, Bias bias, float* scores, float* state) const {
     const Lanes none = splat(kNone), from = splat(float(first)), to = splat(float(last));
     Lanes top = none, total = splat(0);
     for (int g = s.first_group; g < s.end_group; ++g) {
       const int key = g * kLanes;
-      Lanes x = load(scores + key) * splat(scale_);
-      if (SOFTCAP) x = tanh(x / splat(softcap_)) * splat(softcap_);
+      Lanes x = load(scores + key) * splat(in_.scale);
+      if constexpr (S::softcap) x = tanh(x / splat(in_.softcap)) * splat(in_.softcap);
+      if constexpr (S::slopes) x = fma(iota() + splat(float(key + bias.distance)), splat(bias.slope), x);
       if (key < first || key + kLanes > last) {
         const Lanes index = iota() + splat(float(key));
         x = select((index >= from) & (index < to), x, none);
@@ -348,7 +377,7 @@ class PagedAttention {
       const KV* later = after ? after + column : values;
       const int count = std::min(BS, s.end - first);
       const float* w = weights + first;
-      for (int i = 0; i < count; ++i, values += D, later += D, ++w) {
+      for (int i = 0; i < count; ++i, values += DV, later += DV, ++w) {
         for (int j = 0; fetches(R) && j < N * kLanes; j += 64 / int(sizeof(KV))) fetch(later + j);
         multiply<R, N>(acc, [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
           return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
@@ -380,21 +409,27 @@ class PagedAttention {
     }
   }
 
-  void finish(const Tile& t, const float* running) const {
+  void finish(const Tile& t, float* running) const {
     for (int r = 0; r < t.rows(); ++r, running += kStride) {
-      const int64_t token = t.token + r / kGroup, head = t.kv_head * kGroup + r % kGroup;
-      float* to = out_ + (token * H + head) * D;
+      const int64_t token = t.token + r / kGroup, head = head_of(t, r);
+      if constexpr (S::sinks) join_sink(running, in_.sinks[head]);
+      float* to = out_ + (token * H + head) * DV;
       // + 0: a zero is +0 whether or not positions of weight 0 were added.
-      for (int i = 0; i < D; ++i) to[i] = running[i] / running[kWidth + 1] + 0.0f;
+      for (int i = 0; i < DV; ++i) to[i] = running[i] / running[kWidth + 1] + 0.0f;
     }
+  }
+
+  // One more score, whose value is 0.
+  static void join_sink(float* running, float sink) {
+    float partial[kStride] = {};
+    partial[kWidth] = sink, partial[kWidth + 1] = 1;
+    join(running, partial, 1);
   }
 };
 
-// q [T, H, D] -> out [T, H * D]. `offset`: of this layer within a block of `block_bytes`. WINDOW 0: none.
-template <int H, int KH, int D, int BS, class KV, int WINDOW, bool SOFTCAP>
-void paged_attention(const Ctx& c, int tid, const float* q, float* out, float scale, float softcap, int64_t offset,
-                     int64_t block_bytes) {
-  PagedAttention<H, KH, D, BS, KV, WINDOW, SOFTCAP>(c, tid, q, out, scale, softcap, offset, block_bytes).run();
+template <int H, int KH, int D, int DV, int BS, class KV, class S>
+void paged_attention(const Ctx& c, int tid, const PagedInputs& in, float* out) {
+  PagedAttention<H, KH, D, DV, BS, KV, S>(c, tid, in, out).run();
 }
 
 }  // namespace llmc

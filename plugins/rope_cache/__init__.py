@@ -1,4 +1,4 @@
-"""rope_cache: per-head norm and rotary embedding of q and k, and the write of k and v into the paged cache.
+"""rope_cache: norm and rotary embedding of q and k, and the write of k and v into the paged cache.
 
 Comes in: q, k, v of a step and its block tables. Goes out: the rotated q; the cache is changed. Must not know:
 builder, runtime.
@@ -15,12 +15,19 @@ from llmc.artifacts.types import TensorType
 from llmc.plugins.operator import Operator, StepContext
 
 STYLES = ("half", "interleaved")
+NORMS = ("rms", "layer")
+SCOPES = ("head", "each", "all")
 
 
 @dataclass(frozen=True)
 class Attrs:
     """`rotary`: how many leading dimensions of each head are rotated, 0 for none. `style`: which pairs are rotated,
-    (i, i + rotary/2) for "half", (2i, 2i+1) for "interleaved". `qk_norm_eps` None: no norm per head.
+    (i, i + rotary/2) for "half", (2i, 2i+1) for "interleaved". `v_dim`: the width of a value head, None: head_dim.
+
+    `qk_norm_eps` None: no norm. `norm`: "rms" or "layer" (mean taken off; `norm_bias`: a bias is added). `norm_scope`:
+    over each "head" with one weight for all; over "each" head with a weight of its own; over "all" heads at once (rms
+    before the rotation only). `norm_last`: after the rotation instead of before. `norm_means`: the mean squares of a
+    token's q and k are an input, because other ranks have some of the heads.
     """
 
     layer: int
@@ -30,26 +37,56 @@ class Attrs:
     rotary: int = 0
     style: str = "half"
     qk_norm_eps: float | None = None
+    v_dim: int | None = None
+    norm: str = "rms"
+    norm_scope: str = "head"
+    norm_bias: bool = False
+    norm_last: bool = False
+    norm_means: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether q and k are normed."""
+        return self.qk_norm_eps is not None
 
 
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
-    """q f32[T,H*D], k and v f32[T,KH*D] (, cos and sin f32[T,R]) (, q_w and k_w f32[D]) -> f32[T,H,D]."""
-    if attrs.kv_heads < 1 or attrs.heads % attrs.kv_heads:
-        raise ValueError(f"heads={attrs.heads} is not a multiple of kv_heads={attrs.kv_heads}")
-    if attrs.style not in STYLES:
-        raise ValueError(f"style {attrs.style!r} is not one of {', '.join(STYLES)}")
-    if attrs.rotary % 2 or not 0 <= attrs.rotary <= attrs.head_dim:
-        raise ValueError(f"rotary={attrs.rotary} is not an even number up to head_dim={attrs.head_dim}")
+    """q f32[T,H*D], k f32[T,KH*D], v f32[T,KH*DV] (, cos and sin f32[T,R]) (, weights of q and k) (, biases of q and k)
+    (, means f32[T,2]) -> f32[T,H,D]. Weights and biases are f32[D], or f32[heads*D] where heads have their own.
+    """
+    _check(attrs)
     tokens = types[0].shape[0] if types and types[0].rank == 2 else "T"
-    width, kv_width = attrs.heads * attrs.head_dim, attrs.kv_heads * attrs.head_dim
-    expected = [TensorType("f32", (tokens, n)) for n in (width, kv_width, kv_width)]
+    widths = [attrs.heads * attrs.head_dim, attrs.kv_heads * attrs.head_dim, attrs.kv_heads * attrs.value_dim]
+    expected = [TensorType("f32", (tokens, n)) for n in widths]
     if attrs.rotary:
         expected += [TensorType("f32", (tokens, attrs.rotary))] * 2
-    if attrs.qk_norm_eps is not None:
-        expected += [TensorType("f32", (attrs.head_dim,))] * 2
+    if attrs.has_norm:
+        own = [attrs.head_dim] * 2 if attrs.norm_scope == "head" else widths[:2]
+        expected += [TensorType("f32", (n,)) for n in own] * (1 + attrs.norm_bias)
+    if attrs.norm_means:
+        expected.append(TensorType("f32", (tokens, 2)))
     if list(types) != expected:
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected {', '.join(map(str, expected))}")
     return (TensorType("f32", (tokens, attrs.heads, attrs.head_dim)),)
+
+
+def _check(a: Attrs) -> None:
+    if a.kv_heads < 1 or a.heads % a.kv_heads:
+        raise ValueError(f"heads={a.heads} is not a multiple of kv_heads={a.kv_heads}")
+    for name, known in (("style", STYLES), ("norm", NORMS), ("norm_scope", SCOPES)):
+        if getattr(a, name) not in known:
+            raise ValueError(f"{name} {getattr(a, name)!r} is not one of {', '.join(known)}")
+    if a.rotary % 2 or not 0 <= a.rotary <= a.head_dim:
+        raise ValueError(f"rotary={a.rotary} is not an even number up to head_dim={a.head_dim}")
+    if a.norm_scope == "all" and (a.norm != "rms" or a.norm_last):
+        raise ValueError("a norm over all heads is an rms norm before the rotation")
+    if a.norm_means and (not a.has_norm or a.norm_scope != "all"):
+        raise ValueError("means are for a norm over all heads")
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, style: str) -> np.ndarray:
@@ -64,21 +101,43 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, style: str) -> np.n
     return np.concatenate([head * cos[:, None] + turned * sin[:, None], tail], axis=-1)
 
 
-def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    square = np.mean(np.square(x, dtype=np.float32), axis=-1, keepdims=True, dtype=np.float32)
-    return x / np.sqrt(square + np.float32(eps)) * weight
+def _norm(
+    a: Attrs, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, square: np.ndarray | None
+) -> np.ndarray:
+    """x f32[T,h,D]; weight and bias f32[D] or f32[h*D]; `square` f32[T]: the mean square where it is given."""
+    assert a.qk_norm_eps is not None
+    shape = (1, -1, a.head_dim)
+    if a.norm == "layer":
+        x = x - x.mean(axis=-1, keepdims=True, dtype=np.float32)
+    over = (-2, -1) if a.norm_scope == "all" else -1
+    mean = np.mean(np.square(x, dtype=np.float32), axis=over, keepdims=True, dtype=np.float32)
+    if square is not None:
+        mean = square[:, None, None]
+    x = x / np.sqrt(mean + np.float32(a.qk_norm_eps)) * weight.reshape(shape)
+    return x if bias is None else x + bias.reshape(shape)
 
 
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Writes k and v of token i of sequence s to position context_len[s] - (tokens of s in this step) + i."""
     rest = list(inputs)
     q, k, v = (rest.pop(0) for _ in range(3))
-    q, k, v = (x.reshape(len(x), -1, attrs.head_dim) for x in (q, k, v))
+    q, k = (x.reshape(len(x), -1, attrs.head_dim) for x in (q, k))
+    v = v.reshape(len(v), -1, attrs.value_dim)
     cos, sin = (rest.pop(0), rest.pop(0)) if attrs.rotary else (None, None)
-    if attrs.qk_norm_eps is not None:
-        q, k = (_norm(x, w, attrs.qk_norm_eps) for x, w in ((q, rest.pop(0)), (k, rest.pop(0))))
+    pairs = [(rest.pop(0), rest.pop(0)) for _ in range(attrs.has_norm + (attrs.has_norm and attrs.norm_bias))]
+    weights, biases = (*pairs, (None, None), (None, None))[:2]
+    means = (rest[0][:, 0], rest[0][:, 1]) if attrs.norm_means else (None, None)
+
+    def normed(x: np.ndarray, i: int) -> np.ndarray:
+        weight = weights[i]
+        return x if weight is None else _norm(attrs, x, weight, biases[i], means[i])
+
+    if not attrs.norm_last:
+        q, k = normed(q, 0), normed(k, 1)
     if cos is not None and sin is not None:
         q, k = (_rotate(x, cos, sin, attrs.style) for x in (q, k))
+    if attrs.norm_last:
+        q, k = normed(q, 0), normed(k, 1)
     cache = context.kv[attrs.layer]
     for s, (first, last) in enumerate(zip(context.query_start[:-1], context.query_start[1:], strict=True)):
         positions = context.context_len[s] - (last - first) + np.arange(last - first)

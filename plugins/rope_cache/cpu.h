@@ -1,7 +1,7 @@
-// Norm per head, rotary embedding and the write of keys and values into the paged cache, for one layer.
+// Norm, rotary embedding and the write of keys and values into the paged cache, for one layer.
 //
 // The cache's layout is that of plugins/paged_attention/cpu.h: within a block, at `offset`, K as
-// [kv_head][head_dim][block_size], then V as [kv_head][block_size][head_dim]. Token i of sequence s stands at position
+// [kv_head][head_dim][block_size], then V as [kv_head][block_size][v_dim]. Token i of sequence s stands at position
 // context_len[s] - (tokens of s in this step) + i. Every element has one order of operations: x * cos + turned(x) * sin
 // without fusing, as Hugging Face computes it; squares are summed in 16 lanes and their tree.
 #pragma once
@@ -14,16 +14,27 @@
 namespace llmc {
 
 enum class Rotary { kHalf, kInterleaved };
+enum class Norm { kNone, kRms, kLayer };
+// Over each head with one weight for all, over each head with a weight of its own, over all heads at once.
+enum class NormScope { kHead, kEach, kAll };
+
+// How q and k are normed: LAST after the rotation, BIAS with a bias, MEANS with the tokens' mean squares given.
+template <Norm KIND, NormScope SCOPE, bool BIAS, bool LAST, bool MEANS>
+struct Norming {
+  static constexpr bool first = KIND != Norm::kNone && !LAST, last = KIND != Norm::kNone && LAST;
+  static constexpr bool layer = KIND == Norm::kLayer, bias = BIAS, means = MEANS;
+  static constexpr bool all = KIND != Norm::kNone && SCOPE == NormScope::kAll, own = SCOPE != NormScope::kHead;
+};
 
 // Rows may be parts of wider ones: strides are in floats. What an instance does not use is null.
 struct RopeInputs {
   const float *q, *k, *v, *cos, *sin;
   int64_t q_stride, k_stride, v_stride, cos_stride, sin_stride;
-  const float *q_weight, *k_weight;
+  const float *q_weight, *k_weight, *q_bias, *k_bias, *means;
   float eps;
 };
 
-template <int H, int KH, int D, int R, Rotary STYLE, bool NORM, int BS, class KV>
+template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV>
 class RopeCache {
  public:
   RopeCache(const Ctx& c, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes)
@@ -52,43 +63,85 @@ class RopeCache {
   const RopeInputs& in_;
   float* out_;
   int64_t offset_, block_bytes_;
+  int q_token_ = -1, k_token_ = -1;  // whose mean squares are known
+  float q_square_ = 0, k_square_ = 0;
 
-  void query(int token, int head) const {
-    transform(in_.q + token * in_.q_stride + head * D, token, in_.q_weight, out_ + (int64_t(token) * H + head) * D);
+  void query(int token, int head) {
+    transform(in_.q + token * in_.q_stride + head * D, token, head, query_norm(token),
+              out_ + (int64_t(token) * H + head) * D);
   }
 
-  void key_value(int sequence, int token, int head) const {
+  void key_value(int sequence, int token, int head) {
     const int position = step_.context_len[sequence] - step_.query_start[sequence + 1] + token;
     const int32_t* table = step_.block_tables + int64_t(sequence) * step_.block_table_stride;
     auto* block = reinterpret_cast<KV*>(c_.rank->kv + table[position / BS] * block_bytes_ + offset_);
     const int slot = position % BS;
     float key[D];
-    transform(in_.k + token * in_.k_stride + head * D, token, in_.k_weight, key);
+    transform(in_.k + token * in_.k_stride + head * D, token, head, key_norm(token), key);
     KV* keys = block + int64_t(head) * D * BS + slot;
     for (int d = 0; d < D; ++d) store_as(key[d], keys + d * BS);
-    const float* value = in_.v + token * in_.v_stride + head * D;
-    KV* values = block + int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * D;
-    for (int d = 0; d < D; ++d) store_as(value[d], values + d);
+    const float* value = in_.v + token * in_.v_stride + head * DV;
+    KV* values = block + int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * DV;
+    for (int d = 0; d < DV; ++d) store_as(value[d], values + d);
   }
 
-  void transform(const float* from, int token, const float* weight, float* to) const {
+  // What a head of q or of k is normed with; `square`: the mean square over all heads, where that is what counts.
+  struct Weights {
+    const float *weight, *bias;
+    float square;
+  };
+
+  Weights query_norm(int token) {
+    if constexpr (NORM::all)
+      if (token != q_token_) q_token_ = token, q_square_ = mean_square<H>(in_.q + token * in_.q_stride, token, 0);
+    return {in_.q_weight, in_.q_bias, q_square_};
+  }
+  Weights key_norm(int token) {
+    if constexpr (NORM::all)
+      if (token != k_token_) k_token_ = token, k_square_ = mean_square<KH>(in_.k + token * in_.k_stride, token, 1);
+    return {in_.k_weight, in_.k_bias, k_square_};
+  }
+
+  template <int HEADS>
+  float mean_square(const float* x, int token, int which) const {
+    if constexpr (NORM::means) return in_.means[2 * token + which];
+    return sum_by_lane(HEADS * D, [x](int d) { return x[d] * x[d]; }) / float(HEADS * D);
+  }
+
+  void transform(const float* from, int token, int head, const Weights& w, float* to) const {
     float x[D];
     std::copy_n(from, D, x);
-    if constexpr (NORM) norm(x, weight);
+    if constexpr (NORM::first) norm(x, w, head);
     if constexpr (R > 0) {
       rotate(x, in_.cos + token * in_.cos_stride, in_.sin + token * in_.sin_stride, to);
       std::copy_n(x + R, D - R, to + R);
     } else {
       std::copy_n(x, D, to);
     }
+    if constexpr (NORM::last) norm(to, w, head);
   }
 
-  void norm(float* x, const float* weight) const {
-    float squares[kLanes] = {};
-    for (int d = 0; d < D; ++d) squares[d % kLanes] += x[d] * x[d];
-    const float mean = tree(squares, [](float a, float b) { return a + b; }) / float(D);
-    const float scale = 1.0f / std::sqrt(mean + in_.eps);
+  void norm(float* x, const Weights& w, int head) const {
+    if constexpr (NORM::layer) {
+      const float mean = sum_by_lane(D, [x](int d) { return x[d]; }) / float(D);
+      for (int d = 0; d < D; ++d) x[d] = x[d] - mean;
+    }
+    const float square = NORM::all ? w.square : sum_by_lane(D, [x](int d) { return x[d] * x[d]; }) / float(D);
+    const float scale = 1.0f / std::sqrt(square + in_.eps);
+    const float* weight = w.weight + (NORM::own ? head * D : 0);
     for (int d = 0; d < D; ++d) x[d] = x[d] * scale * weight[d];
+    if constexpr (NORM::bias) {
+      const float* bias = w.bias + (NORM::own ? head * D : 0);
+      for (int d = 0; d < D; ++d) x[d] = x[d] + bias[d];
+    }
+  }
+
+  // In 16 lanes and their tree.
+  template <class F>
+  static float sum_by_lane(int count, F f) {
+    float lanes[kLanes] = {};
+    for (int d = 0; d < count; ++d) lanes[d % kLanes] += f(d);
+    return tree(lanes, [](float a, float b) { return a + b; });
   }
 
   static void rotate(const float* x, const float* cos, const float* sin, float* to) {
@@ -105,13 +158,9 @@ class RopeCache {
 };
 
 // Writes this step's keys and values and returns the transformed queries: out [T, H, D].
-template <int H, int KH, int D, int R, Rotary STYLE, bool NORM, int BS, class KV>
-void rope_cache(const Ctx& c, int tid, const float* q, const float* k, const float* v, const float* cos,
-                const float* sin, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t cos_stride,
-                int64_t sin_stride, const float* q_weight, const float* k_weight, float eps, float* out, int64_t offset,
-                int64_t block_bytes) {
-  const RopeInputs in{q, k, v, cos, sin, q_stride, k_stride, v_stride, cos_stride, sin_stride, q_weight, k_weight, eps};
-  RopeCache<H, KH, D, R, STYLE, NORM, BS, KV>(c, in, out, offset, block_bytes).run(tid);
+template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV>
+void rope_cache(const Ctx& c, int tid, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes) {
+  RopeCache<H, KH, D, DV, R, STYLE, NORM, BS, KV>(c, in, out, offset, block_bytes).run(tid);
 }
 
 }  // namespace llmc

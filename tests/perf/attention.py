@@ -50,7 +50,9 @@ class Shape:
     def kv_bytes(self) -> int:
         """Of the context, keys and values."""
         return (
-            paged_cpu.layer_bytes(self.kv_heads, self.head_dim, BLOCK_SIZE, self.kv_dtype) * self.context // BLOCK_SIZE
+            paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, BLOCK_SIZE, self.kv_dtype)
+            * self.context
+            // BLOCK_SIZE
         )
 
     def flops(self) -> int:
@@ -59,7 +61,7 @@ class Shape:
         return 4 * seen * self.heads * self.head_dim
 
     def launch(self) -> Launch:
-        size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, BLOCK_SIZE, self.kv_dtype)
+        size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, BLOCK_SIZE, self.kv_dtype)
         env = KernelEnv((1, 4096), (1, 64), 1, BLOCK_SIZE, self.kv_dtype, size, {0: 0}, 64, self.context)
         attrs = Attrs(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
         inputs = (TensorType("f32", ("T", self.heads, self.head_dim)),)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
-from llmc.builder.passes.regions import divide, divide_columns
+from llmc.builder.passes.regions import divide, divide_columns, divide_heads
 from llmc.builder.passes.shard import shard
 from llmc.builder.weights.recipe import parse
 
@@ -55,10 +55,32 @@ def test_earlier_ranks_get_the_extra_head() -> None:
     assert [len(run) for run in divide(8, 3)] == [3, 3, 2]
 
 
-def test_more_ranks_than_kv_heads_are_refused_with_both_numbers() -> None:
+@pytest.mark.parametrize(("heads", "kv", "tp"), [(6, 3, 2), (6, 3, 6), (8, 1, 3), (8, 2, 5), (4, 4, 4)])
+def test_each_query_head_has_one_rank_and_its_kv_head_there(heads: int, kv: int, tp: int) -> None:
+    ranks = divide_heads(heads, kv, tp)
+    assert [h for r in ranks for h in range(r.query.start, r.query.stop)] == list(range(heads))
+    for rank in ranks:
+        assert {h // (heads // kv) for h in range(rank.query.start, rank.query.stop)} == set(
+            range(rank.kv.start, rank.kv.stop)
+        )
+
+
+def test_ranks_beyond_the_kv_heads_share_them() -> None:
+    graph = attention_graph("%o: f32[T,32] = linear(%a, %wo) {bias=False} @layers.0.o_proj\n  return %o", 4, 1)
+    ranks, report = shard(graph, 2)
+    assert not report.notes
+    for rank, (start, stop) in zip(ranks, [(0, 16), (16, 32)], strict=True):
+        rank.validate(ALL)
+        cache = next(node for node in rank if node.op == "rope_cache")
+        assert (cache.attrs.heads, cache.attrs.kv_heads) == (2, 1)
+        recipes = {node.attrs.recipe for node in rank if node.op == "param"}
+        assert {f"slice(load('q'), 0, {start}, {stop})", "slice(load('k'), 0, 0, 8)"} <= recipes
+
+
+def test_more_ranks_than_query_heads_are_refused_with_both_numbers() -> None:
     graph = attention_graph("%o: f32[T,32] = linear(%a, %wo) {bias=False} @layers.0.o_proj\n  return %o")
-    with pytest.raises(UnsupportedError, match=r"tp 4 is larger than the 3 KV heads of layer 0.*largest tp.* is 3"):
-        shard(graph, 4)
+    with pytest.raises(UnsupportedError, match=r"tp 7 is larger than the 6 query heads of layer 0.*largest tp.* is 6"):
+        shard(graph, 7)
 
 
 def test_attention_whose_output_is_normed_runs_whole_and_says_so() -> None:

@@ -182,7 +182,7 @@ def test_the_verifier_sees_every_pass() -> None:
         (CompileOptions(fp8_activations="guess"), UsageError, "neither token nor static"),
         (CompileOptions(kv_dtype="f8"), UsageError, "kv dtype 'f8'"),
         (CompileOptions(precision="fp8"), UsageError, "needs a calibration table"),
-        (CompileOptions(tp=4), UnsupportedError, "tp 4 is larger than the 3 KV heads"),
+        (CompileOptions(tp=10), UnsupportedError, "tp 10 is larger than the 9 query heads"),
     ],
 )
 def test_options_that_cannot_be_honoured(options: CompileOptions, error: type[Exception], message: str) -> None:

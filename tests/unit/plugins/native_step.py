@@ -160,8 +160,8 @@ def pack(cache: KVCache, dtype: str) -> np.ndarray:
     return aligned(np.concatenate(flat, axis=1))
 
 
-def unpack(packed: np.ndarray, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:
-    """The inverse of `pack`."""
-    keys, values = np.split(packed.view(NUMPY_DTYPES[dtype]), 2, axis=1)
-    keys = keys.reshape(-1, kv_heads, head_dim, block_size).transpose(0, 3, 1, 2)
-    return KVCache(keys, values.reshape(-1, kv_heads, block_size, head_dim).transpose(0, 2, 1, 3))
+def unpack(packed: np.ndarray, block_size: int, kv_heads: int, widths: tuple[int, int], dtype: str) -> KVCache:
+    """The inverse of `pack`; `widths` of a key and of a value head."""
+    keys, values = np.split(packed.view(NUMPY_DTYPES[dtype]), [kv_heads * widths[0] * block_size], axis=1)
+    keys = keys.reshape(-1, kv_heads, widths[0], block_size).transpose(0, 3, 1, 2)
+    return KVCache(keys, values.reshape(-1, kv_heads, block_size, widths[1]).transpose(0, 2, 1, 3))

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +32,21 @@ class Case:
 
     def launch(self) -> Launch:
         a = self.attrs
-        size = paged_cpu.layer_bytes(a.kv_heads, a.head_dim, self.block_size, self.kv_dtype)
+        size = paged_cpu.layer_bytes(a.kv_heads, a.head_dim, a.value_dim, self.block_size, self.kv_dtype)
         env = KernelEnv(
             (1, 2048), (1, 64), block_size=self.block_size, kv_dtype=self.kv_dtype, kv_block_bytes=size,
             kv_offsets={a.layer: 0}, max_context=MAX_CONTEXT,
         )  # fmt: skip
-        inputs = (TensorType("f32", ("T", a.heads, a.head_dim)),)
+        inputs = (TensorType("f32", ("T", a.heads, a.head_dim)), *a.scoring.head_inputs(a.heads))
         outputs = infer(a, inputs)
         return Launch(paged_cpu.launch(a, inputs, outputs, env), inputs, outputs)
+
+    def by_head(self) -> list[np.ndarray]:
+        """Slopes and sinks, where the case has them."""
+        rng = np.random.default_rng(self.attrs.heads)
+        return [
+            rng.uniform(0.05, 1, t.shape).astype(np.float32) for t in self.attrs.scoring.head_inputs(self.attrs.heads)
+        ]
 
 
 CASES = [
@@ -48,8 +56,13 @@ CASES = [
     Case(Attrs(0, 8, 1, 96, 0.1, window=300, softcap=50.0), 16, "bf16"),
     Case(Attrs(0, 5, 5, 128, 0.09), 256, "bf16"),
     Case(Attrs(0, 2, 1, 20, 0.3, window=256), 64, "f32"),
+    Case(Attrs(0, 6, 3, 32, 0.2, sinks=True), 16, "f32"),
+    Case(Attrs(0, 4, 4, 40, 0.2, slopes=True), 16, "bf16"),
+    Case(Attrs(0, 4, 2, 24, 0.2, v_dim=40, chunk=100), 32, "f32"),
+    Case(Attrs(0, 4, 1, 48, 0.1, v_dim=20, window=70, softcap=4.0, slopes=True, sinks=True), 16, "f32"),
 ]
 NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}-{c.kv_dtype}" for c in CASES]
+PLAIN = "Scoring<0, 0, false, false, false>"
 
 
 @functools.cache
@@ -64,8 +77,8 @@ def _compile_first() -> None:
 
 def run(index: int, step: Step, cache: KVCache, q: np.ndarray, isa: str, threads: int) -> np.ndarray:
     rank = Rank(compiled()[isa], [case.launch() for case in CASES], threads, pack(cache, CASES[index].kv_dtype))
-    out = np.full((len(q), q.shape[1] * q.shape[2]), np.nan, np.float32)
-    assert rank.call(index, step, [q], [out]) == 0
+    out = np.full((len(q), q.shape[1] * CASES[index].attrs.value_dim), np.nan, np.float32)
+    assert rank.call(index, step, [q, *CASES[index].by_head()], [out]) == 0
     rank.close()
     return out
 
@@ -77,13 +90,14 @@ def make(case: Case, lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Ste
     needed = [-(-(before + new) // size) for before, new in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
     tables = np.full((len(lengths), max(needed) + 1), -(2**30), np.int32)
-    shape = (len(order), size, a.kv_heads, a.head_dim)
-    cache = KVCache(*(np.full(shape, np.nan, NUMPY_DTYPES[case.kv_dtype]) for _ in range(2)))
+    shape = (len(order), size, a.kv_heads)
+    widths = (a.head_dim, a.value_dim)
+    cache = KVCache(*(np.full((*shape, width), np.nan, NUMPY_DTYPES[case.kv_dtype]) for width in widths))
     for s, (before, new) in enumerate(lengths):
         tables[s, : needed[s]], order = order[: needed[s]], order[needed[s] :]
         position = np.arange(before + new)
         for store in (cache.keys, cache.values):
-            fresh = rng.standard_normal((before + new, a.kv_heads, a.head_dim)) * 1.5
+            fresh = rng.standard_normal((before + new, *store.shape[2:])) * 1.5
             store[tables[s, position // size], position % size] = fresh.astype(store.dtype)
     starts = np.cumsum([0] + [new for _, new in lengths]).astype(np.int32)
     step = Step(starts, np.array([sum(pair) for pair in lengths], np.int32), tables)
@@ -92,7 +106,7 @@ def make(case: Case, lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Ste
 
 def expected(case: Case, step: Step, cache: KVCache, q: np.ndarray) -> np.ndarray:
     context = StepContext(case.block_size, step.query_start, step.context_len, step.block_tables, {0: cache})
-    return reference(context, case.attrs, [q])[0]
+    return reference(context, case.attrs, [q, *case.by_head()])[0]
 
 
 lengths = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40)), min_size=1, max_size=4)
@@ -163,9 +177,9 @@ def test_nan_in_a_query_stays_in_its_row() -> None:
 
 def test_scratch_formula_is_the_kernels() -> None:
     checks = [
-        f"static_assert(llmc::PagedAttention<{c.attrs.heads}, {c.attrs.kv_heads}, {c.attrs.head_dim}, {c.block_size}, "
-        f"float, 0, false>::scratch_bytes({n}) == "
-        f"{paged_cpu.scratch_bytes(c.attrs.heads, c.attrs.kv_heads, c.attrs.head_dim, n)});"
+        f"static_assert(llmc::PagedAttention<{c.attrs.heads}, {c.attrs.kv_heads}, {c.attrs.head_dim}, "
+        f"{c.attrs.value_dim}, {c.block_size}, float, llmc::{PLAIN}>::scratch_bytes({n}) == "
+        f"{paged_cpu.scratch_bytes(c.attrs.heads, c.attrs.kv_heads, c.attrs.value_dim, n)});"
         for c in CASES
         for n in (1, 256, 257, 8192)
     ]
@@ -174,17 +188,20 @@ def test_scratch_formula_is_the_kernels() -> None:
 
 def test_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="block_size=24"):
-        paged_cpu.layer_bytes(1, 64, 24, "f32")
+        paged_cpu.layer_bytes(1, 64, 64, 24, "f32")
     with pytest.raises(ValueError, match="kv dtype 'f16'"):
-        paged_cpu.layer_bytes(1, 64, 16, "f16")
+        paged_cpu.layer_bytes(1, 64, 64, 16, "f16")
     q = [TensorType("f32", ("T", 4, 8))]
-    for broken in ({"heads": 3}, {"window": 0}, {"softcap": -1.0}, {"head_dim": 9}):
+    for broken in ({"heads": 3}, {"window": 0}, {"softcap": -1.0}, {"chunk": 0}, {"sinks": True}, {"head_dim": 9}):
         with pytest.raises(ValueError):
             infer(dataclasses.replace(Attrs(0, 4, 2, 8, 1.0), **broken), q)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_reference_against_the_definition(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("options", "by_head"),
+    [({}, []), ({"window": 3}, []), ({"chunk": 4}, []), ({"slopes": True}, [0.3]), ({"sinks": True}, [0.7])],
+)
+def test_reference_against_the_definition(options: dict[str, Any], by_head: list[float]) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((6, 4)) for _ in range(3))
     context = StepContext(
@@ -195,8 +212,12 @@ def test_reference_against_the_definition(window: int | None) -> None:
         {0: KVCache(*np.zeros((2, 2, 16, 1, 4)))},
     )
     context.kv[0].keys[1, :6, 0], context.kv[0].values[1, :6, 0] = k, v
-    out = reference(context, Attrs(0, 1, 1, 4, 0.5, window=window), [q[:, None].astype(np.float32)])[0]
+    given = [q[:, None].astype(np.float32), *(np.array([x], np.float32) for x in by_head)]
+    out = reference(context, Attrs(0, 1, 1, 4, 0.5, **options), given)[0]
     for i in range(6):
-        seen = [j for j in range(6) if j <= i and (window is None or i - j < window)]
-        weights = np.exp([0.5 * q[i] @ k[j] for j in seen])
-        np.testing.assert_allclose(out[i], weights / weights.sum() @ v[seen], rtol=1e-5)
+        first = {"window": max(i - 2, 0), "chunk": i // 4 * 4}.get(*options, 0) if options else 0
+        seen = list(range(first, i + 1))
+        slope = by_head[0] if "slopes" in options else 0
+        weights = np.exp([0.5 * q[i] @ k[j] + slope * (j - i) for j in seen])
+        total = weights.sum() + (np.exp(by_head[0]) if "sinks" in options else 0)
+        np.testing.assert_allclose(out[i], weights / total @ v[seen], rtol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.operator import KVCache, StepContext
 from llmc.plugins.paged_attention.cpu import layer_bytes
@@ -27,19 +27,27 @@ CASES = [
     (Attrs(0, 2, 2, 24, rotary=8, style="interleaved"), 16, "bf16"),
     (Attrs(0, 4, 1, 20), 64, "f32"),
     (Attrs(0, 2, 1, 128, rotary=128, style="interleaved", qk_norm_eps=1e-5), 16, "f32"),
+    (Attrs(0, 4, 2, 24, rotary=24, qk_norm_eps=1e-5, norm_last=True, v_dim=40), 16, "f32"),
+    (Attrs(0, 4, 2, 20, rotary=8, qk_norm_eps=1e-5, norm="layer", norm_scope="each", norm_bias=True), 16, "f32"),
+    (Attrs(0, 6, 2, 24, rotary=24, qk_norm_eps=1e-6, norm_scope="all"), 16, "bf16"),
+    (Attrs(0, 3, 1, 32, rotary=32, qk_norm_eps=1e-6, norm_scope="all", norm_means=True), 16, "f32"),
+    (Attrs(0, 4, 4, 16, qk_norm_eps=1e-5, norm="layer", norm_last=True, norm_bias=True), 16, "f32"),
 ]
 
 
 def types_of(a: Attrs) -> tuple[TensorType, ...]:
-    widths = [a.heads * a.head_dim] + [a.kv_heads * a.head_dim] * 2 + [a.rotary] * (2 * bool(a.rotary))
-    shapes = [("T", w) for w in widths] + [(a.head_dim,)] * (0 if a.qk_norm_eps is None else 2)
+    widths = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
+    shapes: list[tuple[Dim, ...]] = [("T", w) for w in widths + [a.rotary] * (2 * bool(a.rotary))]
+    if a.has_norm:
+        shapes += [(w if a.norm_scope != "head" else a.head_dim,) for w in widths[:2]] * (1 + a.norm_bias)
+    shapes += [("T", 2)] * a.norm_means
     return tuple(TensorType("f32", shape) for shape in shapes)
 
 
 def launches() -> list[Launch]:
     result = []
     for a, block_size, dtype in CASES:
-        size = layer_bytes(a.kv_heads, a.head_dim, block_size, dtype)
+        size = layer_bytes(a.kv_heads, a.head_dim, a.value_dim, block_size, dtype)
         env = KernelEnv((1, 64), (1, 8), 1, block_size, dtype, size, {a.layer: 0}, 8, 256)
         outputs = infer(a, types_of(a))
         result.append(Launch(launch(a, types_of(a), outputs, env), types_of(a), outputs))
@@ -70,13 +78,13 @@ def make_step(lengths: Sequence[tuple[int, int]], block_size: int, rng: np.rando
 def make_inputs(a: Attrs, tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
     """q, k, v as column ranges of one wider array, as a merged projection leaves them."""
     width, kv_width = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    merged = rng.standard_normal((tokens, width + 2 * kv_width)).astype(np.float32)
+    merged = rng.standard_normal((tokens, width + kv_width + a.kv_heads * a.value_dim)).astype(np.float32)
     inputs = [merged[:, :width], merged[:, width : width + kv_width], merged[:, width + kv_width :]]
     if a.rotary:
         angles = rng.uniform(-4, 4, (tokens, a.rotary))
         inputs += [np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)]
-    if a.qk_norm_eps is not None:
-        inputs += [rng.uniform(0.5, 2, a.head_dim).astype(np.float32) for _ in range(2)]
+    shapes = [tuple(tokens if d == "T" else int(d) for d in t.shape) for t in types_of(a)[len(inputs) :]]
+    inputs += [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes]
     return inputs
 
 
@@ -90,8 +98,8 @@ def make_inputs(a: Attrs, tokens: int, rng: np.random.Generator) -> list[np.ndar
 def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int, threads: int) -> None:
     (a, block_size, dtype), rng = CASES[index], np.random.default_rng(seed)
     step, blocks = make_step(lengths, block_size, rng)
-    shape = (blocks, block_size, a.kv_heads, a.head_dim)
-    cache = KVCache(*(rng.standard_normal(shape).astype(NUMPY_DTYPES[dtype]) for _ in range(2)))
+    widths, shape = (a.head_dim, a.value_dim), (blocks, block_size, a.kv_heads)
+    cache = KVCache(*(rng.standard_normal((*shape, width)).astype(NUMPY_DTYPES[dtype]) for width in widths))
     packed = pack(cache, dtype)
     tokens = int(step.query_start[-1])
     inputs = make_inputs(a, tokens, rng)
@@ -106,7 +114,7 @@ def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int
         rank.close()
         results.append((out.tobytes(), held.tobytes()))
         np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
-        got = unpack(held, block_size, a.kv_heads, a.head_dim, dtype)
+        got = unpack(held, block_size, a.kv_heads, widths, dtype)
         tolerance = 2e-6 if dtype == "f32" else 2**-7  # neighbours in bf16 lie up to that far apart
         np.testing.assert_allclose(got.keys.astype("f4"), cache.keys.astype("f4"), rtol=tolerance, atol=2e-6)
         np.testing.assert_array_equal(got.values, cache.values)
@@ -123,7 +131,7 @@ def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
     rank = Rank(compiled()[ISAS[0]], launches(), 1, held)
     rank.call(2, step, inputs, [np.zeros((1, a.heads, a.head_dim), np.float32)])
     rank.close()
-    written = unpack(held, block_size, a.kv_heads, a.head_dim, "bf16").values[0, 0, 0, : len(bits)]
+    written = unpack(held, block_size, a.kv_heads, (a.head_dim, a.head_dim), "bf16").values[0, 0, 0, : len(bits)]
     assert written.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7FC0, 0x7F80, 0x8000]
 
 
@@ -135,6 +143,9 @@ def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
         ({"rotary": 66}, "rotary=66"),
         ({"style": "both"}, "style 'both'"),
         ({"qk_norm_eps": 1e-6}, "expected"),
+        ({"norm": "batch"}, "norm 'batch'"),
+        ({"norm_scope": "all", "norm_last": True}, "before the rotation"),
+        ({"norm_means": True}, "means are for"),
         ({"head_dim": 32, "rotary": 32}, "expected"),
     ],
 )

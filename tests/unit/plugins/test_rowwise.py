@@ -57,6 +57,7 @@ CASES = [
     Case("reduce", ("f32[T,70]",), {"kind": "max", "keepdim": False}),
     Case("reduce", ("f32[T,7]",), {"kind": "sum"}),
     Case("reduce", ("f32[T,32]",), {"kind": "max"}),
+    Case("mean_squares", ("f32[T,70]", "f32[T,24]"), {"widths": (140, 24)}),
     Case("copy", ("f32[T,9,64]",), {"kind": "transpose", "perm": (1, 0, 2)}),
     Case("copy", ("f32[T,9,8]",), {"kind": "transpose", "perm": (0, 2, 1)}),
     Case("copy", ("f32[T,70]",), {"kind": "transpose", "perm": (1, 0)}),
