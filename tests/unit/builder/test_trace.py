@@ -231,8 +231,8 @@ def test_attention_with_options_of_its_own_is_refused(monkeypatch: pytest.Monkey
 
     query = torch.zeros(1, 2, 3, 4)
     module = type("Attention", (), {"layer_idx": 5})()
-    with pytest.raises(UnsupportedError, match=r"Attention of layer 5 passes s_aux"):
-        hook._attend(module, query, query, query, None, scaling=1.0, s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match=r"Attention of layer 5 passes position_bias"):
+        hook._attend(module, query, query, query, None, scaling=1.0, position_bias=torch.zeros(2))
     with pytest.raises(UnsupportedError, match="mask of its own"):
         hook._attend(module, query, query, query, torch.zeros(1, 1, 3, 3))
 
