@@ -130,7 +130,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if m.state_slot_bytes:
         kinds = Counter(layer.kind for layer in m.ranks[0].state_layers)
         what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        rows.append(("states", f"{m.state_slot_bytes:,} B a sequence ({what}); prefixes are not reused"))
+        rows.append(("states", f"{m.state_slot_bytes:,} B a sequence ({what})"))
+        rows.append(("prefix cache", "off: blocks do not hold the states behind a prefix"))
     if "quality.json" in plan:
         rows.append(("quality", _quality(json.loads(bytes(plan.section("quality.json"))))))
     for r in m.ranks:
