@@ -17,7 +17,7 @@ class BuildOptions:
     profile: str = "chat"
     target: str = "cpu"
     kv_dtype: str | None = None
-    fp8_activations: str = "static"
+    fp8_activations: str = "token"
     verify_passes: bool = False
     cxx: str = "g++"
     workers: int | None = None

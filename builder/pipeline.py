@@ -118,7 +118,7 @@ class CompileOptions:
     kv_dtype: str | None = None
     tp: int = 1
     table: CalibrationTable | None = None
-    fp8_activations: str = "static"
+    fp8_activations: str = "token"
     stored: Mapping[str, StoredLinear] = field(default_factory=dict)
     verifier: Verifier | None = None
 

@@ -1,4 +1,4 @@
-"""Calibration data: token ids from text files, or written by the model itself.
+"""Calibration data: token ids from text files, or from documentation that comes with Python.
 
 Comes in: a checkpoint and perhaps a path. Goes out: `Samples`. Must not know: what is measured on them.
 
@@ -8,9 +8,12 @@ documents give several samples, each starting anew.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import random
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.artifacts.errors import UsageError
+from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.builder.checkpoint import Checkpoint
 
 #: Called with what is being done, how much of it is done, and how much there is.
@@ -28,6 +31,8 @@ Progress = Callable[[str, int, int], None]
 _CHOICE = 16
 _CHARS_PER_TOKEN = 8
 _SUFFIXES = (".txt", ".jsonl")
+#: Characters of documentation that a module must have to be taken, and how many samples it gives at most.
+_LEAST_DOCUMENTATION, _OF_ONE_FILE = 4000, 2
 
 
 @dataclass(frozen=True)
@@ -156,28 +161,42 @@ def _render(checkpoint: Checkpoint, where: str, messages: list[Any]) -> str:
     return str(rendered[0])
 
 
-def write_samples(
-    checkpoint: Checkpoint, model: Any, samples: int, tokens: int, seed: int, progress: Progress | None = None
-) -> Samples:
-    """`samples` x `tokens` tokens that the model itself writes: sampled at temperature 1 from its start token on.
+def documentation(checkpoint: Checkpoint, samples: int, tokens: int, seed: int) -> Samples:
+    """The same from the documentation strings of Python's standard library: text that every machine has.
 
-    A text that ends goes on with whatever follows an end. The same seed gives the same tokens on the same machine.
+    `pydoc_data.topics`, on which builds are evaluated, is not part of it.
     """
-    import torch
+    from tokenizers import Tokenizer
 
-    generator = torch.Generator().manual_seed(seed)
-    step = torch.full((samples, 1), start_token(checkpoint))
-    written, cache = [step], None
-    with torch.inference_mode():
-        for done in range(1, tokens):
-            out = model(step, cache=cache, use_cache=True, logits_to_keep=1)
-            cache = out.cache
-            step = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=generator)
-            written.append(step)
-            if progress is not None:
-                progress("writing calibration text", done + 1, tokens)
-    ids = torch.cat(written, 1).tolist()
-    return Samples("written by the model itself", tuple(tuple(sample) for sample in ids))
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    head = [start_token(checkpoint)] if checkpoint.model_info().add_bos else []
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    rng, pieces = random.Random(seed), list[tuple[int, ...]]()
+    rng.shuffle(files)
+    for file in files:
+        text = _docstrings(file)
+        if len(text) > _LEAST_DOCUMENTATION:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            pieces += [piece for piece in _cut([*head, *ids], tokens, head) if len(piece) == tokens][:_OF_ONE_FILE]
+        if len(pieces) >= samples:
+            break
+    if not pieces:
+        raise EnvironmentFault(
+            f"Python's standard library in {sysconfig.get_path('stdlib')} has too little documentation to calibrate "
+            f"with samples of {tokens} tokens; pass text with --calib"
+        )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Samples(f"documentation strings of Python {python}'s standard library", tuple(pieces[:samples]))
+
+
+def _docstrings(file: Path) -> str:
+    """All documentation strings of a module, as its source has them."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) for node in nodes if isinstance(node, documented))
+    return "\n\n".join(text for text in texts if text)
 
 
 def start_token(checkpoint: Checkpoint) -> int:

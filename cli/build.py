@@ -20,7 +20,9 @@ KV_DTYPES = ("f32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json"})
 #: The options that what passes make depends on.
-_OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_passes", "dump", "stop_after"})
+_OF_STOP_AFTER = frozenset(
+    {"model", "fp8", "dtype", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes", "dump", "stop_after"}
+)
 
 
 @click.command(name="build")
@@ -42,14 +44,17 @@ _OF_STOP_AFTER = frozenset({"model", "fp8", "dtype", "tp", "calib", "verify_pass
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cpu:ISA such as cpu:x86-64-v4.")
 @click.option("--kv-cache-dtype", "kv_dtype", type=click.Choice(KV_DTYPES), help="Default: f32 at fp32, else bf16.")
 @click.option(
-    "--fp8-activations",
-    default="static",
-    show_default=True,
-    type=click.Choice(("token", "static")),
-    help="FP8 scales of activations: computed for each token, or calibrated.",
+    "--calib", type=click.Path(path_type=Path), help="Calibration table (.json) or text (.txt, .jsonl, folder)."
 )
 @click.option(
-    "--calib", type=click.Path(path_type=Path), help="Calibration table (.json) or text (.txt, .jsonl, folder)."
+    "--fp8-activations",
+    type=click.Choice(("token", "static")),
+    help="Scales of FP8 inputs: each token's own, or calibrated ones. Default: token.",
+)
+@click.option(
+    "--fp8-budget",
+    type=click.FloatRange(1, 2),
+    help="Layers that lose most stay bf16, up to so many times the bytes of pure FP8. Default: 1.1.",
 )
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
 @click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds: neither the plan nor any stage.")
@@ -100,7 +105,7 @@ def command(
         if rest["dump"] is None:
             raise UsageError(f"--stop-after {stop_after} needs --dump DIR, where it writes what the passes made")
         _refuse_beside("--stop-after", _OF_STOP_AFTER)
-        kept = {name: rest[name] for name in ("dump", "tp", "calib", "verify_passes")}
+        kept = {name: rest[name] for name in ("dump", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes")}
         with make_progress() as progress:
             flow.dump_passes(model, stop_after=stop_after, precision=precision, progress=progress, **kept)
         return

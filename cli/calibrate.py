@@ -11,33 +11,53 @@ import click
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
 @click.option("-o", "--output", default="calibration.json", show_default=True, type=click.Path(path_type=Path))
 @click.option(
-    "--calib", type=click.Path(path_type=Path), help="Text: .txt, .jsonl or a folder. Default: the model's own."
+    "--calib",
+    type=click.Path(path_type=Path),
+    help="Text: .txt, .jsonl or a folder. Default: documentation of Python's standard library.",
 )
-@click.option("--samples", default=16, show_default=True, type=click.IntRange(min=1), help="Sequences to run.")
-@click.option("--tokens", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens of each.")
+@click.option("--samples", type=click.IntRange(min=1), help="Sequences to run. Default: 16, or what memory allows.")
+@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Tokens of each.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Which samples are drawn.")
+@click.option("--fp8-activations", default="token", show_default=True, type=click.Choice(("token", "static")))
 @click.option(
-    "--seed",
-    default=0,
+    "--fp8-budget",
+    default=1.10,
     show_default=True,
-    type=int,
-    help="Which samples are drawn from --calib, or what the model writes.",
+    type=click.FloatRange(1, 2),
+    help="Layers that lose most stay bf16, up to so many times the bytes of pure FP8.",
 )
-def command(model: Path, output: Path, calib: Path | None, samples: int, tokens: int, seed: int) -> None:
-    """Run text through the model and write the ranges that `llmc build --fp8 --calib TABLE` reads."""
+def command(
+    model: Path,
+    output: Path,
+    calib: Path | None,
+    samples: int | None,
+    tokens: int,
+    seed: int,
+    fp8_activations: str,
+    fp8_budget: float,
+) -> None:
+    """Round a checkpoint's weights to FP8: a table, and beside it the weights, for `llmc build --fp8 --calib TABLE`."""
+    from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
 
+    if output.suffix != ".json":
+        raise UsageError(f"--output {output}: a calibration table is a .json file; its weights stand beside it")
     require_build_libraries()
-    from llmc.artifacts.files import require_writable, write_file
+    from llmc.artifacts.files import require_writable
     from llmc.builder.checkpoint import open_checkpoint
-    from llmc.calibration import calibrate
+    from llmc.calibration import CalibrationOptions, calibrate
     from llmc.cli.progress import make_progress
 
     require_writable(output)
+    options = CalibrationOptions(calib, samples, tokens, seed, fp8_activations, fp8_budget)
     with make_progress() as progress, progress.stage("calibrate"):
 
         def advance(_: str, done: int, total: int) -> None:
             progress.advanced("calibrate", done, total)
 
-        table = calibrate(open_checkpoint(model), calib, samples, tokens, seed, advance)
-    write_file(output, table.to_json())
-    click.echo(f"{output}: {len(table.tensors)} linears, {table.data.samples} samples, {table.data.tokens} tokens")
+        table = calibrate(open_checkpoint(model), options, output, advance)
+    kept = sum(ranges.choice is not None and ranges.choice.kept for ranges in table.tensors.values())
+    data = table.data
+    click.echo(
+        f"{output}: {len(table.tensors)} linears, {kept} kept in bf16, {data.samples} samples, {data.tokens} tokens"
+    )

@@ -8,14 +8,9 @@ Comes in: a checkpoint's path and options. Goes out: `engine.plan`, a `BuildRepo
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc.artifacts.calibration import CalibrationTable, read_table
 from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
@@ -24,15 +19,14 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.file_hashes import FileHashes
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
-from llmc.builder.sources import sources_digest
+from llmc.fp8 import Fp8Options
 from llmc.gate import Exam, make_exam
-from llmc.rebuild import Builds, Inputs, digests
+from llmc.rebuild import Builds, Inputs
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
     from llmc.builder.memory import MemoryPlan
     from llmc.builder.report import BuildReport
-    from llmc.source import Source
 
 
 def build(
@@ -44,8 +38,9 @@ def build(
     profile: str = "chat",
     target: str = "cpu",
     kv_dtype: str | None = None,
-    fp8_activations: str = "static",
     calib: str | Path | None = None,
+    fp8_activations: str | None = None,
+    fp8_budget: float | None = None,
     lock: str | Path | None = None,
     gate: str | None = None,
     evaluate: bool = True,
@@ -60,10 +55,11 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 only. With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
-    `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
-    documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
-    is published. `kv_dtype` and `fp8_activations`: see BuildOptions. `dump` is a folder for the graph after each pass.
+    for FP8 only; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With `evaluate`, the finished engine
+    and Hugging Face at fp32 read the same text, at most `eval_windows` windows of `eval_length` tokens of `eval_text`
+    (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see llmc/gate.py; None: the precision's
+    default, "off": none) decides whether the plan is published. `kv_dtype`: see BuildOptions. `dump` is a folder for
+    the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
@@ -78,10 +74,11 @@ def build(
         profile=profile,
         target=target,
         kv_dtype=kv_dtype,
-        fp8_activations=fp8_activations,
+        fp8_activations=fp8_activations or BuildOptions.fp8_activations,
         verify_passes=verify_passes,
         cache=cache,
     )
+    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget, cache)
     hashes = FileHashes(_cache("files", cache))
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
@@ -89,12 +86,13 @@ def build(
     with progress.stage("hash"):
         named = {"profile": profile if _is_path(profile) else None, "calib": calib, "eval": eval_text}
         files = {name: Path(value) for name, value in named.items() if value is not None}
-        key = builds.key(Inputs(Path(model), {**dataclasses.asdict(options), **exam.settings()}, files))
+        settings = {**dataclasses.asdict(options), **exam.settings(), "fp8_budget": fp8_budget}
+        key = builds.key(Inputs(Path(model), settings, files))
         report = builds.unchanged(key, Path(output))
     if report is not None:
         report = dataclasses.replace(report, seconds=dict(progress.seconds))
     else:
-        report = _build(Path(model), Path(output), options, exam, calib, dump, hashes, progress)
+        report = _build(Path(model), Path(output), options, exam, fp8, dump, hashes, progress)
         builds.remember(key, Path(output), report)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
@@ -106,7 +104,7 @@ def _build(
     output: Path,
     options: BuildOptions,
     exam: Exam,
-    calib: str | Path | None,
+    fp8: Fp8Options,
     dump: str | Path | None,
     hashes: FileHashes,
     progress: Progress,
@@ -131,7 +129,8 @@ def _build(
     _check_texts(source.checkpoint)
     with progress.stage("parity"):
         parity = check_parity(source.checkpoint)
-    table = _calibration(source, options.precision, calib, options.cache, progress)
+    table = fp8.table(source.checkpoint, options.precision, progress)
+    options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
 
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, progress)
@@ -158,12 +157,14 @@ def dump_passes(
     precision: str = "bf16",
     tp: int = 1,
     calib: str | Path | None = None,
+    fp8_activations: str | None = None,
+    fp8_budget: float | None = None,
     verify_passes: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Writes the graph after each pass up to `stop_after` into the folder `dump`, and no plan. Raises LlmcError.
 
-    `calib` as for `build`; calibrates only where one of these passes needs it.
+    `calib`, `fp8_activations` and `fp8_budget` as for `build`; calibrates only where a pass needs it.
     """
     from llmc.builder.build import run_stages
     from llmc.builder.checkpoint import open_checkpoint
@@ -178,7 +179,9 @@ def dump_passes(
     quantizes = "quantize" in map(pass_name, steps)
     if calib is not None and not quantizes:
         raise UsageError(f"--calib {calib}: quantize, which needs it, does not run before --stop-after {stop_after}")
-    table = _calibration(source, precision, calib, options.cache, progress) if quantizes else None
+    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget)
+    table = fp8.table(source.checkpoint, precision, progress) if quantizes else None
+    options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
     run_stages(source.checkpoint, options, table, progress, watch, stop_after)
 
 
@@ -211,50 +214,3 @@ def _check_texts(checkpoint: Checkpoint) -> None:
         check(SamplingParams(**defaults), Limits(info.vocab_size, longest, longest))  # type: ignore[arg-type]
     except LlmcError as error:
         raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}") from error
-
-
-def _calibration(
-    source: Source, precision: str, calib: str | Path | None, cache: bool, progress: Progress
-) -> CalibrationTable | None:
-    if precision != "fp8":
-        if calib is not None:
-            raise UsageError(f"--calib {calib}: only an FP8 build is calibrated; add --fp8 or drop --calib")
-        return None
-    if source.checkpoint.quantization and source.checkpoint.quantization.linears:
-        if calib is not None:
-            raise UsageError(f"--calib {calib}: this checkpoint is FP8 already and brings its own scales; drop --calib")
-        return None
-    if calib is not None and Path(calib).suffix == ".json":
-        table = read_table(Path(calib))
-        table.check(source.checkpoint.digest)
-        return table
-    from llmc.calibration import calibrate
-
-    data = Path(calib) if calib is not None else None
-    tables = _cache("tables", cache)
-    key = _calibration_key(source.checkpoint, data)
-    with progress.stage("calibrate"):
-        known = tables.get(key) if tables is not None else None
-        if known is not None:
-            progress.reused.append("calibrate")
-            return CalibrationTable.from_json(known)
-
-        def advance(_: str, done: int, total: int) -> None:
-            progress.advanced("calibrate", done, total)
-
-        table = calibrate(source.checkpoint, data, progress=advance)
-        if tables is not None:
-            tables.put(key, table.to_json())
-            tables.prune()
-    return table
-
-
-def _calibration_key(checkpoint: Checkpoint, data: Path | None) -> str:
-    """Over all that a table with the default options is made from."""
-    parts: Mapping[str, object] = {
-        "checkpoint": checkpoint.digest,
-        "data": digests(data, FileHashes(None)) if data is not None and data.exists() else str(data),
-        "libraries": [version(name) for name in ("nvidia-modelopt", "numpy", "torch", "transformers")],
-        "llmc": sources_digest(("artifacts", "builder", "calibration")),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

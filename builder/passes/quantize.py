@@ -44,7 +44,7 @@ class Precision:
 
     name: str
     table: CalibrationTable | None = None
-    activations: str = "static"
+    activations: str = "token"
     stored: Mapping[str, StoredLinear] = field(default_factory=dict)
 
     def ranges(self, path: str) -> Ranges | None:

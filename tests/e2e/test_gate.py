@@ -15,10 +15,11 @@ from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import EnvironmentFault
 from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
-from llmc.calibration import calibrate
+from llmc.calibration import CalibrationOptions, calibrate
 from llmc.cli import main
 from llmc.gate import DEFAULTS
 from tests.models import save_checkpoint
+from tests.unit.calibration.tables import ranges_alone
 
 GATE = 5
 FIGURES = ("perplexity_change", "kl", "top1", "cosine_p5", "greedy")
@@ -36,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(model: Path) -> CalibrationTable:
-    return calibrate(open_checkpoint(model), samples=4, tokens=64)
+    options = CalibrationOptions(samples=4, tokens=64)
+    return ranges_alone(calibrate(open_checkpoint(model), options, model.parent / "made.json"))
 
 
 def quality_of(plan: Path) -> dict[str, Any]:
@@ -63,8 +65,8 @@ def test_a_broken_quantization_is_caught_and_published_nowhere(
     model: Path, table: CalibrationTable, tmp_path: Path
 ) -> None:
     path, plan, report = tmp_path / "table.json", tmp_path / "x.plan", tmp_path / "report.json"
-    options = ("build", "--model", model, "--fp8", "--calib", path, "-o", plan, "--report", report, *SMALL_OPTIONS,
-               "--gate", FLAT)  # fmt: skip
+    options = ("build", "--model", model, "--fp8", "--fp8-activations", "static", "--calib", path, "-o", plan,
+               "--report", report, *SMALL_OPTIONS, "--gate", FLAT)  # fmt: skip
     path.write_bytes(table.to_json())
     sound = run(*options)
     assert sound.exit_code == 0, sound.output

@@ -113,7 +113,7 @@ def test_the_report_has_every_stage_and_the_peak(built: tuple[BuildReport, Plan,
         (BuildOptions(cxx="no-such-compiler"), EnvironmentFault, "'no-such-compiler' is not there"),
         (BuildOptions(target="cpu:486"), UsageError, "'cpu:486' is not one of"),
         (BuildOptions(profile="nightly"), UsageError, "'nightly' is neither"),
-        (BuildOptions(precision="fp8"), UsageError, "calibration table"),
+        (BuildOptions(precision="fp8", fp8_activations="static"), UsageError, "calibration table"),
         (BuildOptions(precision="fp16"), UsageError, "'fp16' is not one of"),
     ],
 )

@@ -85,7 +85,7 @@ def _table(ranges: Ranges | None = None) -> CalibrationTable:
 )
 def test_fp8_needs_a_table_that_fits(table: CalibrationTable | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        quantize(graph_of(LINEAR), Precision("fp8", table))
+        quantize(graph_of(LINEAR), Precision("fp8", table, "static"))
 
 
 def test_per_token_fp8_needs_no_table() -> None:

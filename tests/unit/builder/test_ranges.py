@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 from functools import cache
@@ -22,12 +23,11 @@ from llmc.builder.reference import load_reference
 from llmc.builder.trace import Traced, trace
 from llmc.builder.weights.recipe import Concat, Fp8Scale, Load, Recipe, Slice, Transpose, parse
 from llmc.builder.weights.stream import write_weights
-from llmc.calibration import calibrate
-from llmc.calibration.data import write_samples
-from llmc.calibration.observe import _modelopt, _observe
+from llmc.calibration import CalibrationOptions, calibrate
 from tests.models import save_checkpoint, tiny_model
 from tests.unit.builder.native_engine import lower_for_test
 from tests.unit.builder.weights_of import Tensors, model_tensors
+from tests.unit.calibration.tables import ranges_alone
 
 torch.set_num_threads(1)
 
@@ -41,17 +41,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(folder: Path, family: str) -> tuple[Checkpoint, Traced, CalibrationTable, Tensors]:
     checkpoint = open_checkpoint(save_checkpoint(folder / family, family))
     traced = trace(checkpoint)
-    table = calibrate(checkpoint, samples=2, tokens=16)
+    table = ranges_alone(calibrate(checkpoint, CalibrationOptions(samples=2, tokens=16), folder / f"{family}.json"))
     return checkpoint, traced, table, model_tensors(tiny_model(family), traced.buffers)
 
 
 def modelopt_scales(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Module path -> f32[output channels], as modelopt exports them."""
+    """Module path -> f32[output channels], as modelopt exports them for weights scaled by output channel."""
+    import modelopt.torch.quantization as mtq
     from modelopt.torch.export.quant_utils import get_weight_scaling_factor
 
-    model = load_reference(checkpoint)
-    paths = _observe(_modelopt()[0], model, write_samples(checkpoint, model, 2, 16, 0), None)
-    return {path: get_weight_scaling_factor(model.get_submodule(path)).numpy().ravel() for path in paths}
+    model, config = load_reference(checkpoint), copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+    for entry in config["quant_cfg"]:
+        if entry["quantizer_name"] == "*weight_quantizer":
+            entry["cfg"]["axis"] = 0
+    mtq.quantize(model, config, lambda quantized: quantized(torch.arange(16)[None]))
+    scales = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "weight_quantizer") and module.weight_quantizer.is_enabled:
+            scales[path] = get_weight_scaling_factor(module).numpy().ravel()
+    return scales
 
 
 def by_channel(recipe: Recipe, scales: dict[str, np.ndarray]) -> np.ndarray:
@@ -82,7 +90,8 @@ def written(lowered: Lowered, program: Program, tensors: Tensors) -> dict[str, b
 def test_a_plan_stores_the_scales_of_modelopt(folder: Path, family: str, linears: int, tp: int) -> None:
     checkpoint, traced, table, tensors = opened(folder, family)
     scales = modelopt_scales(checkpoint)
-    lowered = lower_for_test(pipeline.run(traced.graph, CompileOptions(precision="fp8", tp=tp, table=table)))
+    options = CompileOptions(precision="fp8", tp=tp, table=table, fp8_activations="static")
+    lowered = lower_for_test(pipeline.run(traced.graph, options))
     for program in lowered.programs:
         producers, data, seen = program.graph.producers(), written(lowered, program, tensors), 0
         for launch in program.ranges[0].launches:

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from llmc.artifacts.errors import UsageError
 from llmc.builder.checkpoint import Checkpoint
-from llmc.builder.reference import load_reference
-from llmc.calibration.data import Samples, read_samples, write_samples
+from llmc.calibration.data import Samples, documentation, read_samples
+from llmc.calibration.quality import evaluation_windows
 from tests.models import BOS
 
 TEXT = "the quick brown fox jumps over the lazy dog and then there are other things\n" * 40
@@ -90,14 +90,16 @@ def test_missing_and_empty_folders(checkpoint: Checkpoint, tmp_path: Path) -> No
         read_samples(checkpoint, tmp_path, 8, 64, 0)
 
 
-def test_a_model_writes_the_same_text_for_the_same_seed(checkpoint: Checkpoint) -> None:
-    model = load_reference(checkpoint)
-    samples = write_samples(checkpoint, model, 3, 20, 0)
-    assert [len(sample) for sample in samples.ids] == [20] * 3
+def test_documentation_comes_from_many_modules_and_is_not_what_builds_are_evaluated_on(checkpoint: Checkpoint) -> None:
+    samples = documentation(checkpoint, 5, 20, 0)
+    assert [len(sample) for sample in samples.ids] == [20] * 5
     assert {sample[0] for sample in samples.ids} == {BOS}
-    assert len(set(samples.ids)) == 3
-    assert write_samples(checkpoint, model, 3, 20, 0) == samples
-    assert write_samples(checkpoint, model, 3, 20, 1) != samples
+    assert len(set(samples.ids)) == 5
+    assert documentation(checkpoint, 5, 20, 0) == samples
+    assert documentation(checkpoint, 5, 20, 1) != samples
+    judged = evaluation_windows(lambda text: encode(checkpoint, text, special=False))
+    pieces = {tuple(window[i : i + 19]) for window in judged for i in range(len(window))}
+    assert not pieces & {sample[1:] for sample in documentation(checkpoint, 40, 20, 0).ids}
 
 
 def test_the_hash_tells_where_samples_end() -> None:

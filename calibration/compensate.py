@@ -1,0 +1,96 @@
+"""Error-compensated rounding of one weight: what rounding a column loses, the columns behind it make up for.
+
+Comes in: a weight, second moments of the inputs that it will see. Goes out: grid values and scales. Must not know:
+models, files.
+
+GPTQ (Frantar et al. 2022, arXiv:2210.17323) on the E4M3 grid: columns in descending order of their input's energy, each
+rounded to nearest, its error spread over the rest by the inverse Hessian. Before that the weight itself is moved to
+where the given inputs, which earlier layers and the rounding of activations have changed, come nearest to the outputs
+of the unquantized model (the asymmetric objective of GPTAQ, Li et al. 2025, arXiv:2504.02692), by least squares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from llmc.artifacts.types import FP8_MAX
+from llmc.calibration.grid import search_weight_scales
+
+#: Added to the Hessian's diagonal, times the mean of it: directions that calibration hardly saw are not trusted.
+DAMPING = 0.02
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """grid [N, K]: numbers of the E4M3 grid as float32; scale [N, 1]. The weight is their product."""
+
+    grid: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """f32[N, K]"""
+        return self.grid * self.scale
+
+
+class Hessian:
+    """The second moment of an input, [K, K], factored: everything that the weights which read this input share."""
+
+    def __init__(self, moment: torch.Tensor) -> None:
+        """`moment`: the mean of x x^T over tokens, f32[K, K]; it is overwritten."""
+        energy = moment.diagonal().clone()
+        moment.diagonal().add_(DAMPING * energy.mean() if energy.any() else 1.0)
+        self.order = torch.argsort(energy, descending=True, stable=True)
+        moment = moment[self.order][:, self.order]
+        self._lower = torch.linalg.cholesky(moment)
+        #: Upper factor of the inverse: row k says how an error of column k spreads over the columns behind it.
+        self.spread = torch.linalg.cholesky(torch.cholesky_inverse(self._lower), upper=True)
+
+    def solve(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [N, K], in this Hessian's order, times the inverse."""
+        return torch.cholesky_solve(rows.T, self._lower).T
+
+
+def compensate(weight: torch.Tensor, hessian: Hessian, residual: torch.Tensor | None = None) -> Rounded:
+    """Rounds weight [N, K]. `residual` [N, K]: the mean over tokens of (y - W x) x^T, where y is what the output should
+    be for the input x; None: W x itself is what it should be.
+    """
+    order, spread = hessian.order, hessian.spread
+    work = weight[:, order]
+    if residual is not None:
+        work = work + hessian.solve(residual[:, order])
+    scale = search_weight_scales(work, spread.diagonal().square().reciprocal())
+    grid = _round_columns(work, spread, scale)
+    unordered = torch.empty_like(grid)
+    unordered[:, order] = grid
+    return Rounded(unordered, scale)
+
+
+def _round_columns(work: torch.Tensor, spread: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The grid values of work [N, K], which is overwritten."""
+    columns = work.shape[1]
+    grid, divisor = torch.empty_like(work), scale[:, 0]
+    for start in range(0, columns, _BLOCK):
+        stop = min(start + _BLOCK, columns)
+        block, factor = work[:, start:stop].T.contiguous(), spread[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for k in range(stop - start):
+            nearest = (block[k] / divisor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+            grid[:, start + k] = nearest
+            errors[k] = (block[k] - nearest * divisor) / factor[k, k]
+            block[k + 1 :].addr_(factor[k, k + 1 :], errors[k], alpha=-1)
+        work[:, stop:] -= errors.T @ spread[start:stop, stop:]
+    return grid
+
+
+def fit_rows(rounded: Rounded, wanted: torch.Tensor, outputs: torch.Tensor) -> Rounded:
+    """Each row's scale once more, by least squares: what `outputs` [T, N], made with `rounded`, must be multiplied by
+    to come nearest to `wanted` [T, N]. A row whose outputs say nothing stays as it is.
+    """
+    energy = outputs.square().sum(0)
+    factor = (wanted * outputs).sum(0) / torch.where(energy > 0, energy, torch.ones_like(energy))
+    factor = torch.where((energy > 0) & (factor > 0), factor, torch.ones_like(factor))
+    return Rounded(rounded.grid, rounded.scale * factor[:, None])

@@ -1,0 +1,65 @@
+"""The linear modules of a torch model, and forwards put in their place for a while.
+
+Comes in: a Hugging Face model, streamed or not. Goes out: its linear modules but the output head, their weights by
+output channels. Must not know: families, what the other forwards measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmc.builder.streamed import weight_of
+
+#: A module's path and input -> its output.
+Forward = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def linear_modules(model: Any) -> dict[str, nn.Module]:
+    """Path -> module, in the model's order: torch's Linear and transformers' Conv1D, without the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+
+
+def by_outputs(module: nn.Module) -> torch.Tensor:
+    """f32[N, K]: the module's weight with a row for each output; a Conv1D's is stored the other way round."""
+    weight = weight_of(module)
+    return weight if isinstance(module, nn.Linear) else weight.T
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """[N, K], without reading the weight."""
+    rows, columns = module.get_parameter("weight").shape
+    return (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)
+
+
+def plus_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """The module's output from its product."""
+    bias = module._parameters.get("bias")
+    return y if bias is None else y + bias
+
+
+@contextlib.contextmanager
+def replaced(modules: Mapping[str, nn.Module], forward: Forward) -> Iterator[None]:
+    """Inside, each module calls `forward` with its path instead of its own."""
+    for path, module in modules.items():
+        module.forward = _bound(forward, path)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del module.forward
+
+
+def _bound(forward: Forward, path: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: forward(path, x)

@@ -1,0 +1,193 @@
+"""The calibration: how each linear layer of a checkpoint becomes FP8, as a table and a file of rounded weights.
+
+Comes in: a checkpoint, options. Goes out: `CalibrationTable`, written beside its rounded weights, or taken from the
+cache. Must not know: the graph, plans, how text is cut.
+
+    samples -> sensitivity (one backward pass) -> what stays in bf16 -> rounding, layer by layer -> table
+
+The model runs at float32 on the CPU, its large weights read as they are needed. Ranges are nvidia-modelopt's (its
+MaxCalibrator); the output head is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
+from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
+from llmc.artifacts.files import temporary_beside, write_file
+from llmc.artifacts.hashing import sha256_file
+from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.reference import load_reference
+from llmc.builder.sources import sources_digest
+from llmc.builder.weights.rounded import RoundedWriter
+from llmc.calibration.data import Progress, Samples, documentation, read_samples
+
+RECIPE = (
+    "FP8 E4M3, weights by output channel: error-compensated rounding (GPTQ, asymmetric, columns by energy, scales by "
+    "search), each layer on the inputs that the rounded ones before it give; output head unquantized"
+)
+#: Samples of the calibration, unless activations would take more memory than this.
+_SAMPLES, _MEMORY = 16, 320 << 20
+#: One sample in so many is enough to tell which modules are sensitive.
+_SENSITIVITY = 4
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` of
+    `tokens` tokens each (None: as many as memory allows, at most 16). `activations` token|static; `budget`: the linear
+    layers take at most so many times the bytes of pure FP8.
+    """
+
+    data: Path | None = None
+    samples: int | None = None
+    tokens: int = 256
+    seed: int = 0
+    activations: str = "token"
+    budget: float = 1.10
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises UsageError for what cannot be."""
+        if (self.samples is not None and self.samples < 1) or self.tokens < 2:
+            raise UsageError(f"calibration takes at least 1 sample of 2 tokens, not {self.samples} of {self.tokens}")
+        limit = checkpoint.model_info().max_position_embeddings
+        if self.tokens > limit:
+            raise UsageError(f"calibration samples of {self.tokens} tokens exceed the model's {limit} positions")
+        if not 1 <= self.budget <= 2:
+            raise UsageError(f"an FP8 budget of {self.budget} is outside 1.0 (all FP8) to 2.0 (all bf16)")
+        if self.activations not in ("token", "static"):
+            raise UsageError(f"fp8 activations {self.activations!r} are neither token nor static")
+
+
+def calibrate(
+    checkpoint: Checkpoint, options: CalibrationOptions, output: Path, progress: Progress | None = None
+) -> CalibrationTable:
+    """Writes the table to `output` (.json) and the rounded weights beside it (.safetensors). Raises UsageError for data
+    or options that cannot be used, EnvironmentFault where modelopt is not installed. The same arguments give the same
+    files on the same machine.
+    """
+    options.check(checkpoint)
+    return _calibrate(checkpoint, options, _samples(checkpoint, options), output, progress or (lambda *_: None))
+
+
+def cached_table(
+    checkpoint: Checkpoint, options: CalibrationOptions, progress: Progress | None = None, reuse: bool = True
+) -> tuple[CalibrationTable, bool]:
+    """The same, kept in the cache folder by what it was made from: weights, tokens, options, versions, llmc's sources;
+    and whether it was there. Without `reuse` it is made anew.
+    """
+    from llmc.artifacts.calibration import read_table
+    from llmc.calibration.cache import TableCache, default_folder
+
+    options.check(checkpoint)
+    samples, cache = _samples(checkpoint, options), TableCache(default_folder())
+    parts = {
+        "checkpoint": checkpoint.digest,
+        "samples": samples.sha256,
+        "options": {k: v for k, v in asdict(options).items() if k != "data"},
+        "sources": sources_digest(("artifacts", "builder", "calibration")),
+        "versions": {n: version(n) for n in ("torch", "transformers", "nvidia-modelopt", "numpy")},
+    }
+    path = cache.path(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest())
+    if reuse and cache.holds(path):
+        return read_table(path), True
+    with cache.writing():
+        table = _calibrate(checkpoint, options, samples, path, progress or (lambda *_: None))
+    cache.prune(path)
+    return table, False
+
+
+def _samples(checkpoint: Checkpoint, options: CalibrationOptions) -> Samples:
+    count = options.samples or _sample_count(checkpoint, options.tokens)
+    if options.data is None:
+        return documentation(checkpoint, count, options.tokens, options.seed)
+    return read_samples(checkpoint, options.data, count, options.tokens, options.seed)
+
+
+def _sample_count(checkpoint: Checkpoint, tokens: int) -> int:
+    """As many as leave the values of one layer, which are held for both streams, within bounds."""
+    config = checkpoint.hf_config().get_text_config()
+    widest = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
+    return max(min(_SAMPLES, _MEMORY // (2 * 4 * 4 * (config.hidden_size + widest) * tokens)), 1)
+
+
+def _calibrate(
+    checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
+) -> CalibrationTable:
+    from llmc.calibration.grid import per_token
+    from llmc.calibration.modules import linear_modules, shape_of
+    from llmc.calibration.sensitivity import measure
+    from llmc.calibration.sequential import Outcome, round_model
+
+    amax, modelopt = _modelopt()
+    model = load_reference(checkpoint)
+    modules = linear_modules(model)
+    if not modules:
+        raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
+    probes = samples.ids[::_SENSITIVITY]
+    noted = partial(progress, "measuring sensitivity")
+    sensitivity = measure(model, probes, per_token, options.seed, lambda done: noted(done, len(probes)))
+    kept = sensitivity.kept(options.budget)
+    ranges: dict[str, Ranges] = {}
+    side = output.with_suffix(".safetensors")
+    partial_side = temporary_beside(side)
+    shapes = {path: shape_of(module) for path, module in modules.items() if path not in kept}
+    with RoundedWriter(partial_side, shapes) as writer:
+
+        def sink(path: str, outcome: Outcome) -> None:
+            choice = Choice(path in kept, float(np.float32(sensitivity.loss[path])), outcome.input_scale)
+            ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
+            if outcome.rounded is not None:
+                grid = outcome.rounded.grid.numpy().astype(NUMPY_DTYPES["f8e4m3"])
+                writer.add(path, grid, outcome.rounded.scale[:, 0].numpy())
+            progress("rounding", len(ranges), len(modules))
+
+        round_model(model, samples.ids, kept, options.activations == "static", amax, sink)
+        if missing := sorted(modules.keys() - ranges.keys()):
+            raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
+    os.replace(partial_side, side)
+    table = CalibrationTable(
+        checkpoint=checkpoint.digest,
+        modelopt=modelopt,
+        recipe=RECIPE,
+        data=CalibrationData(samples.source, samples.sha256, len(samples.ids), samples.tokens, options.seed),
+        tensors=ranges,
+        activations=options.activations,
+        budget=options.budget,
+        rounded=RoundedFile(side.name, sha256_file(side)),
+    )
+    write_file(output, table.to_json())
+    return replace(table, folder=output.parent)
+
+
+def _modelopt() -> tuple[Callable[[Any, int | None], Any], str]:
+    """modelopt's largest magnitude and its version; importing it takes seconds and warns of things that are not so."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            import modelopt
+            from modelopt.torch.quantization.calib import MaxCalibrator
+    except ImportError as error:
+        raise EnvironmentFault(f"calibration needs nvidia-modelopt ({error}): pip install 'llmc[build]'") from error
+
+    def amax(values: Any, axis: int | None) -> Any:
+        calibrator = MaxCalibrator(num_bits=(4, 3), axis=axis)
+        calibrator.collect(values)
+        return calibrator.compute_amax()
+
+    return amax, str(modelopt.__version__)

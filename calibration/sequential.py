@@ -1,0 +1,134 @@
+"""Rounds every linear weight of a model, one after the other, each for the inputs that the rounded ones before it give.
+
+Comes in: a model, token ids, which modules stay in bf16. Goes out: for each module its ranges, and the rounded weight.
+Must not know: files, tables, how modules were chosen.
+
+One forward pass carries all samples twice: as the unquantized model computes them, and as the engine will. When it
+comes to a linear module, both inputs are at hand; the weight is rounded so that the second stream's output is as near
+to the first's as it can, and the second goes on with it. So each weight is read once, and one layer's values are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmc.calibration.compensate import Hessian, Rounded, compensate, fit_rows
+from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale
+from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one module: magnitudes of its input and of its weight's rows f32[N], the static scale of its input, the
+    rounded weight or None where it stays in bf16.
+    """
+
+    input_amax: float
+    weight_amax: torch.Tensor
+    input_scale: float
+    rounded: Rounded | None
+
+
+#: The largest magnitude of a tensor, over all of it or, with axis 0, of each row.
+Amax = Callable[[torch.Tensor, int | None], torch.Tensor]
+
+
+def round_model(
+    model: Any,
+    samples: Sequence[Sequence[int]],
+    kept: frozenset[str],
+    static: bool,
+    amax: Amax,
+    sink: Callable[[str, Outcome], None],
+) -> None:
+    """Tells `sink` of each module as it is done. `static`: inputs are rounded with one scale, else with one a token."""
+    longest = max(map(len, samples))
+    ids = torch.zeros((len(samples), longest), dtype=torch.long)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample)] = torch.tensor(list(sample))
+    real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
+    modules = linear_modules(model)
+    streams = _Streams(modules, real.flatten(), kept, static, amax, sink)
+    with torch.inference_mode(), replaced(modules, streams.forward):
+        model(ids.repeat(2, 1), use_cache=False, logits_to_keep=1)
+
+
+class _Input:
+    """What the modules that read one input share: `exact` and `given` [T, K], and what FP8 makes of the given."""
+
+    def __init__(self, exact: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, streams: _Streams) -> None:
+        self._real = streams.real
+        self._hessian: Hessian | None = None
+        rows = exact[streams.real]
+        self.amax = float(streams.amax(rows, None))
+        self.scale = search_input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
+        static = self.scale if streams.static and self.scale > 0 else None
+        self.seen = per_token(given) if static is None else round_e4m3(given / static) * static
+
+    def hessian(self) -> Hessian:
+        if self._hessian is None:
+            rows = self.seen[self._real]
+            self._hessian = Hessian(rows.T @ rows / len(rows))
+        return self._hessian
+
+
+class _Streams:
+    """The forwards of linear modules while both streams pass."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        real: torch.Tensor,
+        kept: frozenset[str],
+        static: bool,
+        amax: Amax,
+        sink: Callable[[str, Outcome], None],
+    ) -> None:
+        self.modules, self.real, self.kept, self.static, self.amax, self._sink = modules, real, kept, static, amax, sink
+        self._last: torch.Tensor | None = None
+        self._input: _Input | None = None
+
+    def forward(self, path: str, x: torch.Tensor) -> torch.Tensor:
+        module = self.modules[path]
+        weight = by_outputs(module)
+        rows, columns = weight.shape
+        if x.numel() != 2 * len(self.real) * columns:
+            return self._routed(path, module, weight, x)
+        exact, given = x.reshape(2, len(self.real), columns)
+        if self._input is None or x is not self._last:
+            self._last, self._input = x, None  # the old input's memory first
+            self._input = _Input(exact, given, weight, self)
+        shared = self._input
+        y = x.new_empty((2, len(self.real), rows))
+        torch.mm(exact, weight.T, out=y[0])
+        rounded = None
+        if path in self.kept:
+            torch.mm(given, weight.to(torch.bfloat16).float().T, out=y[1])
+        else:
+            rounded = self._round(weight, shared, y)
+        self._sink(path, Outcome(shared.amax, self.amax(weight, 0).flatten(), shared.scale, rounded))
+        return plus_bias(module, y.view(*x.shape[:-1], rows))
+
+    def _round(self, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
+        """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
+        torch.mm(shared.seen, weight.T, out=y[1])
+        missing = (y[0] - y[1])[self.real]
+        rounded = compensate(weight, shared.hessian(), missing.T @ shared.seen[self.real] / len(missing))
+        torch.mm(shared.seen, rounded.weight.T, out=y[1])
+        fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
+        y[1] *= (fitted.scale / rounded.scale)[:, 0]
+        return fitted
+
+    def _routed(self, path: str, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """A module that sees some of the tokens, of either stream: rounded to nearest, and exact in both streams."""
+        scale = largest_scale(weight)
+        rounded = None if path in self.kept else Rounded(round_e4m3(weight / scale), scale)
+        amax = float(self.amax(x, None))
+        input_scale = search_input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
+        self._sink(path, Outcome(amax, self.amax(weight, 0).flatten(), input_scale, rounded))
+        return plus_bias(module, x @ weight.T)

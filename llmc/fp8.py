@@ -1,0 +1,81 @@
+"""How an FP8 build comes by its calibration table: read from a file, or made as asked and kept in the cache.
+
+Comes in: the options of a build, a checkpoint. Goes out: a `CalibrationTable`, or none. Must not know: graphs, plans,
+how weights are rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmc.artifacts.calibration import CalibrationTable, read_table
+from llmc.artifacts.errors import UsageError
+from llmc.builder.progress import Progress
+
+if TYPE_CHECKING:
+    from llmc.builder.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """`calib`: a table (.json), or data to calibrate with (.txt, .jsonl, a folder); `activations` token|static;
+    `budget`: linear layers take at most so many times the bytes of pure FP8. None: the default, or the table's own.
+    `cache`: a table that was made before is taken again.
+    """
+
+    calib: Path | None = None
+    activations: str | None = None
+    budget: float | None = None
+    cache: bool = True
+
+    def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
+        """None unless the precision is fp8. Raises UsageError for options without effect or against the table's own."""
+        if precision != "fp8":
+            for option, value in self._given().items():
+                raise UsageError(f"{option} {value}: only an FP8 build is calibrated; add --fp8 or drop {option}")
+            return None
+        if checkpoint.quantization and checkpoint.quantization.linears:
+            for option, value in self._given().items():
+                raise UsageError(
+                    f"{option} {value}: this checkpoint is FP8 already and brings its own scales; drop {option}"
+                )
+            return None
+        if self.calib is not None and self.calib.suffix == ".json":
+            table = read_table(self.calib)
+            table.check(checkpoint.digest)
+            self._require_same(self.calib, table)
+            return table
+        from llmc.calibration import CalibrationOptions, cached_table
+
+        options = CalibrationOptions(data=self.calib)
+        options = replace(
+            options, activations=self.activations or options.activations, budget=self.budget or options.budget
+        )
+        with progress.stage("calibrate"):
+            table, reused = cached_table(
+                checkpoint, options, lambda _, done, total: progress.advanced("calibrate", done, total), self.cache
+            )
+        if reused:
+            progress.reused.append("calibrate")
+        return table
+
+    def activations_of(self, table: CalibrationTable | None) -> str:
+        """What the build's FP8 layers scale their inputs by."""
+        return self.activations or (table.activations if table is not None else None) or "token"
+
+    def _given(self) -> dict[str, object]:
+        options = {"--calib": self.calib, "--fp8-activations": self.activations, "--fp8-budget": self.budget}
+        return {option: value for option, value in options.items() if value is not None}
+
+    def _require_same(self, path: Path, table: CalibrationTable) -> None:
+        """Raises UsageError where the table's weights were rounded otherwise than asked."""
+        if table.rounded is None and self.budget is not None:
+            raise UsageError(f"--fp8-budget {self.budget}: {path} has ranges alone and keeps nothing; calibrate again")
+        made = {"--fp8-activations": table.activations, "--fp8-budget": table.budget}
+        for option, value in self._given().items():
+            if made.get(option) not in (None, value):
+                raise UsageError(
+                    f"{option} {value}: {path} was made with {made[option]}; drop the option, or calibrate again"
+                )

@@ -1,0 +1,74 @@
+"""Compensated rounding against plain rounding, in the norm that it is about: the output's error on the inputs."""
+
+import pytest
+import torch
+
+from llmc.calibration.compensate import Hessian, Rounded, compensate, fit_rows
+from llmc.calibration.grid import largest_scale, round_e4m3, search_weight_scales
+
+
+def case(seed: int, tokens: int = 400, columns: int = 96, rows: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs with a few strong directions, as activations have, and a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(tokens, 8, generator=generator) @ torch.randn(8, columns, generator=generator)
+    x = mixed + 0.3 * torch.randn(tokens, columns, generator=generator)
+    return x, torch.randn(rows, columns, generator=generator)
+
+
+def moment(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x / len(x)
+
+
+def error(x: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
+    return float(((weight - rounded) @ x.T).square().mean())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_output_is_nearer_than_with_plain_rounding(seed: int) -> None:
+    x, weight = case(seed)
+    scale = largest_scale(weight)
+    plain = error(x, weight, round_e4m3(weight / scale) * scale)
+    rounded = compensate(weight, Hessian(moment(x)))
+    assert error(x, weight, rounded.weight) < 0.6 * plain
+    torch.testing.assert_close(round_e4m3(rounded.grid), rounded.grid, rtol=0, atol=0)
+
+
+def test_columns_that_do_not_depend_on_one_another_are_rounded_to_nearest() -> None:
+    _, weight = case(0)
+    energy = torch.linspace(0.5, 4, 96)
+    rounded = compensate(weight, Hessian(torch.diag(energy)))
+    damped = energy + 0.02 * energy.mean()
+    scale = search_weight_scales(weight, damped)
+    torch.testing.assert_close(rounded.scale, scale, rtol=0, atol=0)
+    torch.testing.assert_close(rounded.grid, round_e4m3(weight / scale), rtol=0, atol=0)
+
+
+def test_the_residual_moves_the_weight_to_where_changed_inputs_give_the_wanted_outputs() -> None:
+    exact, weight = case(1)
+    given = exact + 0.1 * exact.roll(1, 1)  # what earlier layers made of it, in a way that a weight can undo
+    wanted = exact @ weight.T
+    residual = (wanted - given @ weight.T).T @ given / len(given)
+    with_it = compensate(weight, Hessian(moment(given)), residual)
+    without = compensate(weight, Hessian(moment(given)))
+
+    def miss(rounded: Rounded) -> float:
+        return float((given @ rounded.weight.T - wanted).square().mean())
+
+    assert miss(with_it) < 0.3 * miss(without)
+
+
+def test_inputs_that_are_always_zero_leave_plain_rounding() -> None:
+    _, weight = case(2)
+    rounded = compensate(weight, Hessian(torch.zeros(96, 96)))
+    assert (rounded.weight - weight).abs().max() < 0.08 * weight.abs().max()
+
+
+def test_rows_are_fitted_by_least_squares() -> None:
+    x, _ = case(3)
+    rounded = Rounded(torch.ones(24, 96), torch.full((24, 1), 0.5))
+    outputs = x @ rounded.weight.T
+    wanted = outputs * torch.linspace(0.5, 2, 24)
+    fitted = fit_rows(rounded, wanted, outputs)
+    torch.testing.assert_close(x @ fitted.weight.T, wanted, rtol=1e-4, atol=1e-4)
+    silent = fit_rows(rounded, wanted * 0, outputs * 0)
+    torch.testing.assert_close(silent.scale, rounded.scale, rtol=0, atol=0)

@@ -1,0 +1,146 @@
+"""A whole calibration of tiny models: ranges are what plain hooks see, the budget holds, the same arguments give the
+same files, the cache is hit, and the rounded weights come nearer to the model than plain rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.artifacts.calibration import CalibrationTable, read_table
+from llmc.artifacts.errors import UsageError
+from llmc.builder.checkpoint import Checkpoint, open_checkpoint
+from llmc.builder.reference import load_reference
+from llmc.builder.weights.rounded import RoundedWeights, scale_name, weight_name
+from llmc.calibration import CalibrationOptions, cached_table, calibrate, run
+from llmc.calibration.data import documentation, read_samples
+from llmc.calibration.grid import largest_scale, per_token, round_e4m3
+from llmc.calibration.modules import by_outputs, linear_modules
+from tests.models import save_checkpoint
+
+SMALL = CalibrationOptions(samples=6, tokens=48, budget=1.15)
+
+
+@pytest.fixture(scope="module")
+def table(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> CalibrationTable:
+    return calibrate(checkpoint, SMALL, tmp_path_factory.mktemp("table") / "t.json")
+
+
+@pytest.mark.parametrize(("family", "linears"), [("gpt2", 8), ("llama", 14)])
+def test_ranges_are_what_plain_hooks_see(family: str, linears: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_checkpoint(tmp_path / "model", family))
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "the quick brown fox"}\n{"text": "the lazy dog jumps"}\n{"text": "a"}\n')
+    options = CalibrationOptions(text, samples=8, tokens=64, seed=3)
+    table = calibrate(checkpoint, options, tmp_path / "t.json")
+    model, inputs = load_reference(checkpoint), dict[str, float]()
+    for path, module in linear_modules(model).items():
+
+        def note(_: object, args: tuple[torch.Tensor], path: str = path) -> None:
+            inputs[path] = max(inputs.get(path, 0.0), float(args[0].abs().max()))
+
+        module.register_forward_pre_hook(note)
+        amax = by_outputs(module).abs().amax(1).tolist()
+        assert list(table.tensors[path].weight_amax) == amax, path
+    for sample in read_samples(checkpoint, text, 8, 64, 3).ids:
+        model(torch.tensor([sample]))
+    assert {p: r.input_amax for p, r in table.tensors.items()} == pytest.approx(inputs, rel=1e-4)
+    assert len(table.tensors) == linears
+    assert (table.data.source, table.data.samples, table.checkpoint) == ("text of a.jsonl", 3, checkpoint.digest)
+
+
+def test_the_file_reads_back_and_holds_every_module_that_is_not_kept(table: CalibrationTable) -> None:
+    assert table.folder is not None
+    assert read_table(table.folder / "t.json") == table
+    rounded = RoundedWeights.open(table)
+    for path, ranges in table.tensors.items():
+        assert ranges.choice is not None
+        if not ranges.choice.kept:
+            rows = len(ranges.weight_amax)
+            assert rounded.shape(weight_name(path))[0] == rows
+            assert rounded.read(scale_name(path)).shape == (rows,)
+            assert np.isfinite(rounded.read(weight_name(path)).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("budget", [1.0, 1.3])
+def test_the_budget_holds_and_is_used(checkpoint: Checkpoint, tmp_path: Path, budget: float) -> None:
+    table = calibrate(checkpoint, dataclasses.replace(SMALL, budget=budget), tmp_path / "t.json")
+    modules = linear_modules(load_reference(checkpoint))
+    fp8 = kept = 0
+    for path, ranges in table.tensors.items():
+        rows, columns = by_outputs(modules[path]).shape
+        assert ranges.choice is not None
+        fp8 += rows * (columns + 4)
+        kept += (2 * rows * columns - rows * (columns + 4)) if ranges.choice.kept else 0
+    assert kept <= (budget - 1) * fp8
+    assert (kept > 0) == (budget > 1)
+    gate_up = [[table.tensors[f"model.layers.{i}.mlp.{n}_proj"].choice for n in ("gate", "up")] for i in range(2)]
+    assert all(gate.kept == up.kept for gate, up in gate_up if gate and up)
+
+
+def test_the_same_arguments_give_the_same_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    options = dataclasses.replace(SMALL, activations="static")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        calibrate(checkpoint, options, tmp_path / name / "t.json")
+    for file in ("t.json", "t.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["t.json", "t.safetensors"]
+
+
+def test_rounded_weights_are_nearer_to_the_model_than_plain_ones(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    table = calibrate(checkpoint, CalibrationOptions(samples=14, tokens=64, budget=1.0), tmp_path / "t.json")
+    rounded = RoundedWeights.open(table)
+    samples = torch.tensor(documentation(checkpoint, 6, 64, seed=5).ids)
+    model = load_reference(checkpoint)
+    exact = model(samples).logits
+
+    def divergence(weights: dict[str, torch.Tensor]) -> float:
+        other = load_reference(checkpoint)
+        for path, module in linear_modules(other).items():
+            module._parameters["weight"] = torch.nn.Parameter(weights[path], requires_grad=False)
+            module.register_forward_pre_hook(lambda _, args: (per_token(args[0]),))
+        p, q = exact.log_softmax(-1), other(samples).logits.log_softmax(-1)
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    plain, ours = {}, {}
+    for path, module in linear_modules(model).items():
+        scale = largest_scale(by_outputs(module))
+        plain[path] = round_e4m3(by_outputs(module) / scale) * scale
+        grid = torch.from_numpy(rounded.read(weight_name(path)).astype(np.float32))
+        ours[path] = grid * torch.from_numpy(rounded.read(scale_name(path)))[:, None]
+    assert divergence(ours) < 0.8 * divergence(plain)
+
+
+def test_what_was_calibrated_once_is_taken_from_the_cache(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, reused = cached_table(checkpoint, SMALL)
+    assert not reused
+    monkeypatch.setattr(run, "_calibrate", lambda *_: pytest.fail("calibrated again"))
+    again, reused = cached_table(checkpoint, SMALL)
+    assert reused
+    assert (again, again.folder) == (first, first.folder)
+    with pytest.raises(pytest.fail.Exception, match="calibrated again"):
+        cached_table(checkpoint, dataclasses.replace(SMALL, budget=1.2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": 0}, "not 0 of 48"),
+        ({"tokens": 257}, "257 tokens exceed the model's 256 positions"),
+        ({"budget": 0.9}, r"budget of 0\.9 is outside"),
+        ({"activations": "dynamic"}, "neither token nor static"),
+    ],
+)
+def test_options_that_cannot_be(checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        calibrate(checkpoint, dataclasses.replace(SMALL, **changes), tmp_path / "t.json")
+    assert list(tmp_path.iterdir()) == []

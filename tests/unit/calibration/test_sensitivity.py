@@ -1,0 +1,39 @@
+"""The measured loss of a module is what rounding it alone does to the model's divergence."""
+
+import pytest
+import torch
+
+from llmc.builder.checkpoint import Checkpoint
+from llmc.builder.reference import load_reference
+from llmc.calibration.data import documentation
+from llmc.calibration.grid import per_token
+from llmc.calibration.modules import linear_modules
+from llmc.calibration.sensitivity import Sensitivity, measure
+
+
+def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmc.calibration.sensitivity._COMPENSATED", 0.0)  # inputs alone, which are easy to do for real
+    samples = documentation(checkpoint, 8, 64, 0).ids
+    model = load_reference(checkpoint)
+    exact = model(torch.tensor(samples)).logits.log_softmax(-1)
+    loss = measure(model, samples, per_token, 0, lambda done: None).loss
+    for path, module in linear_modules(model).items():
+        hook = module.register_forward_pre_hook(lambda _, args: (per_token(args[0]),))
+        changed = model(torch.tensor(samples)).logits.log_softmax(-1)
+        hook.remove()
+        divergence = float((exact.exp() * (exact - changed)).sum(-1).mean())
+        assert 0.5 * divergence < loss[path] < 2 * divergence, path
+
+
+def test_what_costs_most_for_its_bytes_is_kept() -> None:
+    shapes = {"a": (100, 100), "b": (100, 100), "c": (10, 100), "d": (100, 100)}
+    loss = {"a": 0.1, "b": 0.9, "c": 0.2, "d": 0.3}
+    sensitivity = Sensitivity(loss, [("a", "b"), ("c",), ("d",)], shapes)
+    total, one = 310 * 104, 100 * 96
+    assert sensitivity.kept(1.0) == frozenset()
+    assert sensitivity.kept(1 + 10 * 96 / total) == {"c"}
+    assert sensitivity.kept(1 + (one + 10 * 96) / total) == {"c", "d"}  # the pair is dearer, but does not fit
+    assert sensitivity.kept(1 + (2 * one + 10 * 96) / total) == {"c", "a", "b"}
+    assert sensitivity.kept(2.0) == {"a", "b", "c", "d"}
