@@ -71,6 +71,8 @@ _CONFIGS |= {
     "olmo_hybrid": {**_MIXED, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
                     "linear_num_key_heads": 2, "linear_key_head_dim": 20, "linear_value_head_dim": 24},
 }  # fmt: skip
+#: One whose recurrence no operator here computes.
+_CONFIGS["recurrent_gemma"] = {**_MIXED, "lru_width": 64, "block_types": ["recurrent", "attention"]}
 RECURRENT_FAMILIES = ("lfm2", "mamba2", "mamba", "falcon_h1", "olmo_hybrid")
 
 
