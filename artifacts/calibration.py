@@ -103,6 +103,12 @@ class CalibrationTable:
         """1: ranges alone, 2: with choices and rounded weights."""
         return 1 if self.rounded is None else TABLE_VERSION
 
+    def named(self, stem: str) -> CalibrationTable:
+        """The table as a file of another name would hold it: what it was called must not change a plan's bytes."""
+        if self.rounded is None:
+            return self
+        return replace(self, rounded=replace(self.rounded, file=f"{stem}.safetensors"))
+
     def check(self, digest: str) -> None:
         """Raises CheckpointError unless the table was made from the checkpoint with this digest."""
         if self.checkpoint != digest:

@@ -256,7 +256,7 @@ def _texts(
     if checkpoint.chat_template is not None:
         texts["tokenizer/chat_template.jinja"] = checkpoint.chat_template.encode()
     if table is not None:
-        texts["calibration.json"] = table.to_json()
+        texts["calibration.json"] = table.named("calibration").to_json()
     return texts
 
 

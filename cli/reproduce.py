@@ -11,6 +11,7 @@ import shlex
 
 import yaml
 
+from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.plan import Plan
 
 TABLE = "calibration.json"
@@ -51,6 +52,17 @@ def options(plan: Plan) -> dict[str, object]:
 _OPTION = {"kv_dtype": "kv-cache-dtype"}
 
 
+def _table(plan: Plan, where: str) -> str:
+    """Where the calibration table is to be had: out of the plan, but for weights that were rounded with it."""
+    table = CalibrationTable.from_json(bytes(plan.section(TABLE)))
+    if table.rounded is None:
+        return f"{TABLE}: unzip -p {where} {TABLE} > {TABLE}"
+    return (
+        f"{TABLE}: the table of this build ({table.data.source}), beside it its rounded weights with sha256 "
+        f"{table.rounded.sha256}: `llmc calibrate` writes both; without calib they are made again"
+    )
+
+
 def _model(plan: Plan) -> str:
     pin = plan.manifest.checkpoint
     return pin.files[0].name if pin.format == "gguf" else plan.manifest.model.name
@@ -72,7 +84,7 @@ def _comments(plan: Plan) -> list[str]:
         + ", ".join(f"{name} {version}" for name, version in build.libraries.items()),
     ]
     if TABLE in plan:
-        lines.append(f"{TABLE}: unzip -p {where} {TABLE} > {TABLE}")
+        lines.append(_table(plan, where))
     profile = manifest.profile
     if not _is_built_in(profile.name):
         content = {key: value for key, value in dataclasses.asdict(profile).items() if key != "name"}

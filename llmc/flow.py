@@ -135,9 +135,10 @@ def _build(
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, progress)
 
-    return compile_plan(
-        source.checkpoint, options, table, output, progress, self_test, watch, exam.settings(), str(parity)
-    )
+    settings = exam.settings()
+    if table is not None and table.budget is not None:
+        settings["fp8_budget"] = table.budget
+    return compile_plan(source.checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
 
 
 def _is_path(profile: str) -> bool:
