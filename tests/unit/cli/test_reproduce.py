@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Ranges, RoundedFile
+from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
 from llmc.artifacts.plan import Plan, PlanWriter
 from llmc.artifacts.schema import BuildInfo, CheckpointPin, ShapeProfile, SourceFile, TokenRange
 from llmc.cli import main, reproduce
@@ -21,7 +21,13 @@ CONFIG: dict[str, object] = {
 }  # fmt: skip
 DATA = CalibrationData("documentation strings", "0" * 64, 1, 2, 0)
 RANGES = CalibrationTable("d" * 64, "0.47", "max", DATA, {"a": Ranges(1.0, (1.0,))})
-ROUNDED = dataclasses.replace(RANGES, activations="token", budget=1.1, rounded=RoundedFile("t.safetensors", "e" * 64))
+ROUNDED = dataclasses.replace(
+    RANGES,
+    tensors={"a": Ranges(1.0, (1.0,), Choice(False, 0.25, 1.0))},
+    activations="token",
+    budget=1.1,
+    rounded=RoundedFile("t.safetensors", "e" * 64),
+)
 
 
 def write(path: Path, table: CalibrationTable | None, config: dict[str, object], **changes: object) -> Plan:
