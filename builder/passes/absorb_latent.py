@@ -12,7 +12,7 @@ which `fuse_latent_cache` moves in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
@@ -20,6 +20,7 @@ from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Matrices, Recipe, Swap, picked
+from llmc.plugins.paged_attention import Scoring
 
 _PASS = "absorb_latent"
 
@@ -106,8 +107,9 @@ def _obstacle(view: View, node: Node, found: _Latent) -> str | None:
     row = latent + size_of(view.types[found.shared].shape[2])
     if a.kv_heads != heads:
         return f"{heads} query heads share {a.kv_heads} key heads"
-    if a.window is not None or a.softcap is not None or len(node.inputs) != 3:
-        return "it has a window, a softcap or further inputs"
+    changed = [f.name for f in fields(Scoring) if f.name != "scale" and getattr(a, f.name) != f.default]
+    if changed:
+        return f"its scores have {', '.join(changed)}"
     if any(c.linear.attrs.bias for c in (found.keys, found.values)):
         return "the linear that expands the latent has a bias"
     if any(weight_recipe(view, c.linear.inputs[1]) is None for c in (found.keys, found.values)):

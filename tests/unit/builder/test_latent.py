@@ -65,8 +65,8 @@ def golden(**changes: str) -> Graph:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("window=None", "window=8", "a window"),
-        ("softcap=None", "softcap=3.0", "a softcap"),
+        ("window=None", "window=8", "its scores have window"),
+        ("softcap=None", "softcap=3.0", "its scores have softcap"),
         ("%w: f32[26,6] = param() {recipe=\"load('layers.0.attn.kv_b.weight')\"}", "%w: f32[26,6] = input() {name='w'}",
          "computed at run time"),
     ],
@@ -109,7 +109,7 @@ def test_one_layer_of_two_that_cannot_be_absorbed_stops_the_build() -> None:
 
 def test_more_ranks_than_heads_are_refused_with_both_numbers() -> None:
     text = (FOLDER / "merge_latent.before.ir").read_text()
-    with pytest.raises(UnsupportedError, match="tp 3 is larger than the 2 heads of layer 0"):
+    with pytest.raises(UnsupportedError, match="tp 3 is larger than the 2 query heads of layer 0"):
         pipeline.shard(parse_graph(text, attrs_of), 3)
 
 
