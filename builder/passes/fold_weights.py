@@ -12,11 +12,11 @@ from llmc.builder.passes.weight import weight_recipe
 
 
 def fold_weights(graph: Graph) -> tuple[Graph, PassReport]:
-    """Replaces weight + constant, weight * constant and the transpose of a weight by weights of their own."""
+    """Replaces weight + constant, weight * constant, and transposes and stacks of weights, by weights of their own."""
     view, edit = View(graph), Edit(graph)
     matched = 0
     for node in graph:
-        if node.op not in ("add", "mul", "transpose"):
+        if node.op not in ("add", "mul", "transpose", "reshape"):
             continue
         recipe = weight_recipe(view, node.out)
         if recipe is not None:

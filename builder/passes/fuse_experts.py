@@ -1,7 +1,7 @@
 """What experts compute between their two matrices becomes part of the first: gate, up and activation as one formula.
 
 Comes in: `grouped_linear`, slices of its last axis, elementwise primitives. Goes out: `grouped_linear` with a formula,
-its weight in the order gate rows, up rows, whatever order (halves, interleaved) they are stored in. Must not know:
+its weight in the order gate rows, up rows, however these are stored (halves, interleaved, apart). Must not know:
 families, precisions, ranks.
 """
 
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
@@ -41,13 +42,12 @@ def fuse_experts(graph: Graph) -> tuple[Graph, PassReport]:
 
 @dataclass
 class _Formula:
-    """A tree of elementwise nodes as an expression. `parts`: the start:stop:step of the last axis of each thing that it
-    reads, by the name that this has in the expression; `sources`: what those are parts of.
+    """A tree of elementwise nodes as an expression. `parts`: what it reads (of which value which start:stop:step of the
+    last axis), and the name that this has in the expression.
     """
 
     view: View
-    parts: dict[Cut, str] = field(default_factory=dict)
-    sources: dict[str, Node] = field(default_factory=dict)
+    parts: dict[tuple[str, Cut], str] = field(default_factory=dict)
 
     def text(self, value: str) -> str:
         """The expression of a value."""
@@ -56,46 +56,85 @@ class _Formula:
             return repr(number)
         if node.op in ELEMENTWISE:
             return f"{node.op}({', '.join(self.text(name) for name in node.inputs)})"
-        return self._part(node)
+        return self._part(node, value)
 
-    def _part(self, node: Node) -> str:
-        rank, cut = len(node.types[0].shape), None
-        if node.op == "slice" and node.attrs.axis % rank == rank - 1:
+    def _part(self, node: Node, value: str) -> str:
+        kind, cut = self.view.types[value], None
+        if node.op == "slice" and node.attrs.axis % kind.rank == kind.rank - 1:
             cut = (node.attrs.start, node.attrs.stop, node.attrs.step)
-            node = self.view.producers[node.inputs[0]]
-        self.sources[node.outputs[0]] = node
-        width = node.types[0].shape[-1] if rank else 1
-        return self.parts.setdefault(cut or (0, size_of(width), 1), f"i{len(self.parts)}")
+            value = node.inputs[0]
+        whole = (0, size_of(kind.shape[-1]) if kind.rank else 1, 1)
+        return self.parts.setdefault((value, cut or whole), f"i{len(self.parts)}")
 
-    def in_order(self, expr: str) -> tuple[str, list[Cut]]:
-        """The expression with parts numbered by where they start, and those parts."""
-        cuts = sorted(self.parts)
-        names = {self.parts[cut]: f"i{number}" for number, cut in enumerate(cuts)}
+    def in_order(self, expr: str) -> tuple[str, dict[str, list[Cut]]]:
+        """The expression with parts numbered by value, then by where they start, and the parts of each value."""
+        cuts: dict[str, list[Cut]] = {}
+        for value, cut in self.parts:
+            cuts[value] = sorted([*cuts.get(value, []), cut])
+        numbered = [(value, cut) for value in cuts for cut in cuts[value]]
+        names = {self.parts[part]: f"i{number}" for number, part in enumerate(numbered)}
         return re.sub(r"\bi\d+\b", lambda m: names[m[0]], expr), cuts
 
 
 def _fused(view: View, edit: Edit, last: Node) -> Node | None:
-    """The source of `last` computing all that leads there, in its place; None where it cannot."""
+    """What leads to `last` from one `grouped_linear`, or from two of the same rows, as one in its place; None where it
+    cannot be.
+    """
     found = _Formula(view)
-    expr, cuts = found.in_order(found.text(last.out))
-    source = next(iter(found.sources.values()))
-    if len(found.sources) != 1 or source.op != "grouped_linear" or source.attrs.expr != "i0" or source.attrs.combine:
+    expr, parts = found.in_order(found.text(last.out))
+    sources = [view.producers[value] for value in parts]
+    first = sources[0]
+    if not all(_alike(first, source) and _only_here(view, source, last) for source in sources):
         return None
-    total = size_of(source.type.shape[-1])
-    covered = sorted(entry for cut in cuts for entry in range(*cut)) == list(range(total))
-    if not covered or len(cuts) > 2 or last.type.shape[-1] != total // len(cuts) or not _only_here(view, source, last):
+    cuts = [cut for value in parts for cut in parts[value]]
+    if len(cuts) > 2 or any(len(range(*cut)) != last.type.shape[-1] for cut in cuts) or not _covered(view, parts):
         return None
-    inputs, types = list(source.inputs[:2]), [view.types[name] for name in source.inputs[:2]]
-    for name in source.inputs[2:]:
-        recipe, kind = weight_recipe(view, name), view.types[name]
+    inputs, types = list(first.inputs[:2]), [view.types[name] for name in first.inputs[:2]]
+    for position in range(2, len(first.inputs)):
+        name = _joined(view, edit, sources, position, list(parts.values()))
+        if name is None:
+            return None
+        inputs.append(name.out)
+        types.append(name.type)
+    attrs = vars(first.attrs) | {"gated": len(cuts) == 2, "expr": expr}
+    return edit.make("grouped_linear", inputs, types, attrs, like=first, outputs=last.outputs)
+
+
+def _alike(first: Node, other: Node) -> bool:
+    """Whether one kernel call can compute both, and nothing is fused into them yet."""
+    return (
+        other.op == "grouped_linear"
+        and (other.inputs[:2], other.attrs) == (first.inputs[:2], first.attrs)
+        and other.attrs.expr == "i0"
+        and not other.attrs.combine
+    )
+
+
+def _covered(view: View, parts: dict[str, list[Cut]]) -> bool:
+    """Whether each value is read whole."""
+    return all(
+        sorted(entry for cut in cuts for entry in range(*cut)) == list(range(size_of(view.types[value].shape[-1])))
+        for value, cuts in parts.items()
+    )
+
+
+def _joined(view: View, edit: Edit, sources: list[Node], position: int, cuts: list[list[Cut]]) -> Node | None:
+    """The weights (or biases) of all sources as one, in the order in which the kernel wants their rows."""
+    pieces: list[Recipe] = []
+    kinds = [view.types[source.inputs[position]] for source in sources]
+    for source, kind, own in zip(sources, kinds, cuts, strict=True):
+        recipe = weight_recipe(view, source.inputs[position])
         if recipe is None:
             return None
-        if any(step != 1 for _, _, step in cuts):  # not stored in the order in which the kernel wants them
-            name = edit.param(Concat(1, tuple(_rows(recipe, cut, total) for cut in cuts)), kind, source).out
-        inputs.append(name)
-        types.append(kind)
-    attrs = vars(source.attrs) | {"gated": len(cuts) == 2, "expr": expr}
-    return edit.make("grouped_linear", inputs, types, attrs, like=source, outputs=last.outputs)
+        if all(step == 1 for _, _, step in own):
+            pieces.append(recipe)  # the parts lie side by side
+        else:
+            pieces += [_rows(recipe, cut, size_of(kind.shape[1])) for cut in own]
+    if len(pieces) == 1:
+        return view.producers[sources[0].inputs[position]]
+    rows = sum(size_of(kind.shape[1]) for kind in kinds)
+    kind = TensorType(kinds[0].dtype, (kinds[0].shape[0], rows, *kinds[0].shape[2:]))
+    return edit.param(Concat(1, tuple(pieces)), kind, sources[0])
 
 
 def _only_here(view: View, source: Node, last: Node) -> bool:

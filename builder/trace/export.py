@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
-from llmc.builder.trace import experts_hook
+from llmc.builder.trace import expert_loop, experts_hook
 from llmc.builder.trace.hook import IMPLEMENTATION
 from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.weights.recipe import Recipe
@@ -92,6 +92,8 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
                 attn_implementation=IMPLEMENTATION,
                 experts_implementation=experts_hook.IMPLEMENTATION,
             ).eval()
+        for module in filter(expert_loop.loops_over_experts, model.modules()):
+            module.forward = expert_loop.grouped_forward(module)
         buffers = dict(model.named_buffers())
         model.to("meta")
         model.tie_weights()

@@ -148,6 +148,9 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return Stack(sources[start:stop])
         case Reshape(inner, (count, *_)) if infer(inner, source.shape).shape[0] == count:
             return Reshape(rows(inner, start, stop, source), (stop - start, *recipe.shape[1:]))
+        case Reshape(inner, (_, rows_each, *rest)) if infer(inner, source.shape).shape[1:] == tuple(rest):
+            part = rows(inner, start * rows_each, stop * rows_each, source)
+            return Reshape(part, (stop - start, rows_each, *rest))
         case Concat(0, sources):
             return _concat_rows(sources, start, stop, source)
         case Concat(axis, sources):

@@ -13,6 +13,7 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.interpreter import Batch, run_ranks
 from llmc.builder.pipeline import Compiled, CompileOptions, run
 from llmc.builder.trace import Traced, trace_model
+from llmc.builder.trace.expert_loop import grouped_forward, loops_over_experts
 from llmc.builder.trace.experts_hook import _experts
 from llmc.tiny import random_model, tiny_config
 from tests.unit.builder.weights_of import model_tensors, params_of
@@ -21,6 +22,8 @@ torch.set_num_threads(1)
 
 #: softmax before and after the choice, sigmoid with correction bias and groups, sparse mixer, shared experts.
 FAMILIES = ("mixtral", "granitemoe", "glm4_moe", "phimoe", "qwen2_moe", "ernie4_5_moe")
+#: Its experts are a loop in Python, and its tiny model has one KV head, which two ranks cannot divide.
+LOOPING = "dbrx"
 FIRST = [[5 + i * 37 % 290 for i in range(13)], [9], [7 + i * 31 % 280 for i in range(11)]]
 SECOND = [[11], [12], [13, 14]]
 
@@ -63,8 +66,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.asarray((a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tp"), [*((name, tp) for name in FAMILIES for tp in (1, 2)), (LOOPING, 1)])
 def test_computes_what_hugging_face_computes(family: str, tp: int) -> None:
     compiled = run(traced(family)[1].graph, CompileOptions(tp=tp))
     have, want = computed(family, compiled), expected(family)
@@ -100,3 +102,55 @@ def test_experts_that_are_stored_otherwise_are_refused_by_name() -> None:
     module.has_gate, module.has_bias, module.is_transposed = True, False, False
     with pytest.raises(UnsupportedError, match="Module has no parameter gate_up_proj with 3 axes"):
         _experts(module, torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
+
+
+class Looping(torch.nn.Module):
+    """Experts that are no experts of transformers' interface; `last` is what becomes of the last one's rows."""
+
+    def __init__(self, last: Any = None, between: Any = torch.relu) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.empty(3, 6, 4, device="meta"))
+        self.down = torch.nn.Parameter(torch.empty(3, 4, 6, device="meta"))
+        self.last, self.between = last, between
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        total = torch.zeros_like(hidden_states)
+        mask = torch.nn.functional.one_hot(top_k_index, 3).permute(2, 1, 0)
+        for expert in range(3):
+            slot, token = torch.where(mask[expert])
+            if not token.numel():
+                continue
+            rows = self.between(torch.nn.functional.linear(hidden_states[token], self.up[expert]))
+            rows = torch.nn.functional.linear(rows, self.down[expert])
+            if expert == 2 and self.last is not None:
+                rows = self.last(rows)
+            total.index_add_(0, token, rows * top_k_weights[token, slot, None])
+        return total
+
+
+def looped(module: torch.nn.Module) -> torch.Tensor:
+    assert loops_over_experts(module)
+    return grouped_forward(module)(
+        torch.empty(5, 4, device="meta"),
+        torch.empty(5, 2, dtype=torch.int64, device="meta"),
+        torch.empty(5, 2, device="meta"),
+    )
+
+
+def test_a_loop_over_experts_becomes_grouped_linears() -> None:
+    module = Looping()
+    assert looped(module).shape == (5, 4)
+    assert isinstance(module.up, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Looping(last=torch.neg), "its first and its last expert compute different things"),
+        (Looping(between=lambda rows: rows.sum(0)), "its experts compute sum of rows"),
+        (Looping(between=lambda rows: rows.chunk(2, -1)[0]), "its experts compute chunk of rows"),
+    ],
+)
+def test_a_loop_that_is_not_understood_is_refused(module: torch.nn.Module, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"Looping cannot be compiled: {reason}"):
+        looped(module)

@@ -74,6 +74,7 @@ RECIPES = [
     "panels(cast(transpose(load('t')), 'bf16'), 64)",
     "panels_gated(concat(0, load('a'), load('c')), 64)",
     "panels(cast(load('e'), 'bf16'), 64)",
+    "panels(reshape(load('a'), 5, 40, 48), 64)",
     "panels(fp8(swap(load('e'), 1, 2), fp8_scale(swap(load('e'), 1, 2))), 64)",
     "panels_gated(concat(1, every(load('e'), 1, 0, 2), every(load('e'), 1, 1, 2)), 64)",
     "panels(slice(fp8(load('e'), fp8_scale(load('e'))), 2, 8, 20), 64)",
