@@ -28,7 +28,7 @@ _TABLE = CalibrationTable(
     },
 )
 #: Every pass of the pipeline, as these options make it.
-PASSES = by_name(CompileOptions(precision="fp8", table=_TABLE, tp=2))
+PASSES = by_name(CompileOptions(precision="fp8", table=_TABLE, fp8_activations="static", tp=2))
 
 
 def before(name: str) -> Graph:
