@@ -9,7 +9,7 @@ import math
 
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph
-from llmc.builder.passes.rewrite import Edit, Pattern, Value, View, first, op, report
+from llmc.builder.passes.rewrite import Edit, Pattern, Value, View, first, op, report_places
 
 _X = Value("x")
 _CUBE = op("pow", _X, 3.0) | op("mul", op("mul", _X, _X), _X) | op("mul", op("square", _X), _X)
@@ -37,7 +37,7 @@ _NAMES = {
 def fold_activations(graph: Graph) -> tuple[Graph, PassReport]:
     """Replaces each formula by the operator of that name."""
     view, edit = View(graph), Edit(graph)
-    matched = 0
+    matched = []
     for node in graph:
         if node.op != "mul":
             continue
@@ -45,7 +45,7 @@ def fold_activations(graph: Graph) -> tuple[Graph, PassReport]:
             found = first(view, pattern, node.out)
             if found and view.types[found["x"]] == node.type:
                 edit.swap(node, edit.make(name, [found["x"]], [node.type], like=node, outputs=node.outputs))
-                matched += 1
+                matched.append(node.path)
                 break
     after = edit.finish()
-    return after, report("fold_activations", graph, after, matched)
+    return after, report_places("fold_activations", graph, after, matched)

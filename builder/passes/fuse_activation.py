@@ -19,23 +19,23 @@ def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
     A gated product that others like it fused, but that could not be, stops the build.
     """
     view, edit = View(graph), Edit(graph)
-    gated, missed, plain = [], [], 0
+    matched, missed = [], []
     for node in graph:
         product = gated_product(view, node)
         if product:
             linear = _halves(view, *product[:2])
             if linear:
                 edit.swap(node, _with_epilogue(view, edit, node, linear, f"{product[2].op}_gate"))
-                gated.append(node.path)
+                matched.append(node.path)
             else:
                 missed.append(node.path)
         elif node.op in ACTIVATIONS:
             source = view.producer(node.inputs[0], "linear")
             if source and view.only_user(source.out) and _open(source):
                 edit.swap(node, _with_epilogue(view, edit, node, source, node.op))
-                plain += 1
+                matched.append(node.path)
     after = edit.finish()
-    return after, report_places("fuse_activation", graph, after, gated, missed, also=plain)
+    return after, report_places("fuse_activation", graph, after, matched, missed)
 
 
 def _open(linear: Node) -> bool:

@@ -44,7 +44,7 @@ def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
     A layer that still depends on positions while others were matched stops the build.
     """
     view, edit = View(graph), Edit(graph)
-    matched, missed = [], []
+    matched, missed, without = [], [], []
     for node in graph:
         if node.op != "rope_cache" or node.attrs.rotary or (node.attrs.has_norm and not node.attrs.norm_last):
             continue
@@ -54,8 +54,10 @@ def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
             matched.append(node.path)
         elif any(reads_positions(view, name) for name in node.inputs[:2]):
             missed.append(node.path)
+        else:
+            without.append(node.path)
     after = edit.finish()
-    return after, report_places("fuse_rotary", graph, after, matched, missed)
+    return after, report_places("fuse_rotary", graph, after, matched, missed, without)
 
 
 def _rotation(view: View, flat: str) -> _Rotation | None:

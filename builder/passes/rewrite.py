@@ -9,7 +9,8 @@ Comes in: a `Graph`. Goes out: bindings of patterns, the rewritten `Graph`. Must
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import Dim, TensorType
-from llmc.builder.ir import LAYER, Graph, GraphError, Node
+from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
+from llmc.builder.passes.structure import Structure, kind_of
 
 Bindings = Mapping[str, Any]
 _COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum"})
@@ -265,28 +267,40 @@ def report(
 
 
 def report_places(
-    name: str, before: Graph, after: Graph, matched: Sequence[str], missed: Sequence[str], also: int = 0
+    name: str,
+    before: Graph,
+    after: Graph,
+    matched: Sequence[str],
+    missed: Sequence[str] = (),
+    other: Sequence[str] = (),
+    *,
+    follows: bool = False,
 ) -> PassReport:
-    """The report of a pass that expects to match every place of a kind; `also` counts further matches.
+    """The report of a pass that must match a module in every layer or in none. `matched` has the module of each match,
+    `missed` those that looked as if they should, `other` those that rightly have nothing to match.
 
-    Raises UnsupportedError where it matched a module in some layers and missed the same module in others: they would
-    run at different speed unnoticed. A kind that it missed in every layer costs speed only, and is noted.
+    Raises UnsupportedError where modules are alike (see `structure.py`; with `follows`, also by the layer before) and
+    one has fewer matches than another: its layer would run at another speed unnoticed. What was missed in all layers
+    alike costs speed only, and is noted.
     """
-    kinds = {_kind(path) for path in matched}
-    lost = sorted({path for path in missed if _kind(path) in kinds})
+    structure = Structure(before)
+    alike = structure.alike_after if follows else structure.alike
+    counts = Counter(matched)
+    wanted: dict[Hashable, int] = {}
+    for path, count in counts.items():
+        wanted[alike(path)] = max(wanted.get(alike(path), 0), count)
+    rivals = {kind_of(path) for path in counts}
+    places = {*counts, *missed, *(path for path in structure.paths if kind_of(path) in rivals)} - set(other)
+    lost = sorted(path for path in places if counts[path] < wanted.get(alike(path), 0))
     if lost:
-        total = sum(_kind(path) in {_kind(p) for p in lost} for path in (*matched, *missed))
+        group = {alike(path) for path in lost}
+        total = sum(alike(path) in group for path in places)
         raise UnsupportedError(
             f"pass {name} matches {total - len(lost)} of {total} layers, not {', '.join(lost)}: these are built "
             "differently, and this compiler does not know how to fuse them. Please report the model's config"
         )
-    notes = [f"no match for {kind}: runs as generic code" for kind in sorted({_kind(path) for path in missed})]
-    return report(name, before, after, len(matched) + also, len(matched) + len(missed) + also, notes)
-
-
-def _kind(path: str) -> str:
-    """A module path without its layer number."""
-    return LAYER.sub(lambda m: m[0].replace(m[1], "*"), path, count=1)
+    notes = [f"no match for {kind}: runs as generic code" for kind in sorted(set(map(kind_of, missed)))]
+    return report(name, before, after, len(matched), len(matched) + len(missed), notes)
 
 
 def size_of(dim: Dim) -> int:

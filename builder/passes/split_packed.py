@@ -16,24 +16,24 @@ import numpy as np
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.rewrite import Edit, View, report, size_of
+from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import picked
 
 
 def split_packed(graph: Graph) -> tuple[Graph, PassReport]:
     """Splits each linear that only cuts read; what a cut still holds together (keys and values) is split in turn."""
-    after, matched = graph, 0
+    after, matched = graph, list[str]()
     while True:
-        after, count = _split(after)
-        if not count:
-            return after, report("split_packed", graph, after, matched)
-        matched += count
+        after, found = _split(after)
+        if not found:
+            return after, report_places("split_packed", graph, after, matched)
+        matched += found
 
 
-def _split(graph: Graph) -> tuple[Graph, int]:
+def _split(graph: Graph) -> tuple[Graph, list[str]]:
     view, edit = View(graph), Edit(graph)
-    matched = 0
+    matched = []
     for node in graph:
         if node.op != "linear" or node.out in graph.outputs:
             continue
@@ -42,7 +42,7 @@ def _split(graph: Graph) -> tuple[Graph, int]:
         for piece in (pieces := _pieces(view, node)):
             columns = _columns(view, node, piece)
             edit.swap(piece, *_own_linear(view, edit, node, piece, columns))
-        matched += bool(pieces)
+        matched += [node.path] * bool(pieces)
     return edit.finish(), matched
 
 
