@@ -2,11 +2,12 @@
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
 # make bench   speed beside Hugging Face transformers in the same run
+# make memory  peak memory of building and calibrating a random checkpoint of 8 GB
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check unit bench model install clean
+.PHONY: demo test check unit bench memory model install clean
 
 PYTHON ?= python3
 # The CPU build of PyTorch is enough, and smaller: TORCH="torch==2.13.0 --index-url ..." chooses another source.
@@ -39,6 +40,10 @@ unit: $(INSTALLED) $(PLAN)
 
 bench: $(PLAN)
 	$(BIN)/llmc bench $(PLAN) --against transformers --model $(MODEL)
+
+# Takes a while and about 21 GB of disk in the folder of temporary files.
+memory: $(INSTALLED)
+	$(BIN)/python -m tests.perf.memory --gigabytes 8
 
 install: $(INSTALLED)
 model: $(MODEL)

@@ -56,10 +56,11 @@ def parameter_names(model: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
-def load_reference(checkpoint: Checkpoint, resident: int = RESIDENT) -> Any:
+def load_reference(checkpoint: Checkpoint, resident: int | None = None) -> Any:
     """The torch module with the checkpoint's weights as float32; raises CheckpointError for what does not fit.
 
-    Where all weights together take more than `resident` bytes, the large ones are read as the model runs.
+    Where all weights together take more than `resident` bytes (None: RESIDENT), the large ones are read as the model
+    runs.
     """
     import torch
     from torch import nn
@@ -75,7 +76,7 @@ def load_reference(checkpoint: Checkpoint, resident: int = RESIDENT) -> Any:
     sizes = {names: model.get_parameter(names[0]).numel() for names in groups}
     for names in groups:
         _check_shape(checkpoint, names, stored[names], shapes, tuple(model.get_parameter(names[0]).shape))
-    streamed = 4 * sum(sizes.values()) > resident
+    streamed = 4 * sum(sizes.values()) > (RESIDENT if resident is None else resident)
     with torch.no_grad():
         for names in groups:
             if streamed and sizes[names] > _SMALL:

@@ -42,26 +42,31 @@ class Hessian:
     def __init__(self, moment: torch.Tensor) -> None:
         """`moment`: the mean of x x^T over tokens, f32[K, K]; it is overwritten."""
         energy = moment.diagonal().clone()
-        moment.diagonal().add_(DAMPING * energy.mean() if energy.any() else 1.0)
+        self.damping = float(DAMPING * energy.mean()) if energy.any() else 1.0
+        moment.diagonal().add_(self.damping)
         self.order = torch.argsort(energy, descending=True, stable=True)
-        moment = moment[self.order][:, self.order]
-        self._lower = torch.linalg.cholesky(moment)
+        #: In this order, and damped.
+        self.moment = moment[self.order][:, self.order]
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.moment))
         #: Upper factor of the inverse: row k says how an error of column k spreads over the columns behind it.
-        self.spread = torch.linalg.cholesky(torch.cholesky_inverse(self._lower), upper=True)
+        self.spread = torch.linalg.cholesky(inverse, upper=True)
 
-    def solve(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [N, K], in this Hessian's order, times the inverse."""
-        return torch.cholesky_solve(rows.T, self._lower).T
+    def nearest(self, weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The weight [N, K] moved to where its outputs come nearest to those whose product with the input is `wanted`
+        [N, K]; both in this order.
+        """
+        missing = wanted - weight @ self.moment + self.damping * weight
+        return weight + missing @ self.spread.T @ self.spread
 
 
-def compensate(weight: torch.Tensor, hessian: Hessian, residual: torch.Tensor | None = None) -> Rounded:
-    """Rounds weight [N, K]. `residual` [N, K]: the mean over tokens of (y - W x) x^T, where y is what the output should
-    be for the input x; None: W x itself is what it should be.
+def compensate(weight: torch.Tensor, hessian: Hessian, wanted: torch.Tensor | None = None) -> Rounded:
+    """Rounds weight [N, K]. `wanted` [N, K]: the mean over tokens of y x^T, where y is what the output should be for
+    the input x; None: W x itself is what it should be.
     """
     order, spread = hessian.order, hessian.spread
     work = weight[:, order]
-    if residual is not None:
-        work = work + hessian.solve(residual[:, order])
+    if wanted is not None:
+        work = hessian.nearest(work, wanted[:, order])
     scale = search_weight_scales(work, spread.diagonal().square().reciprocal())
     grid = _round_columns(work, spread, scale)
     unordered = torch.empty_like(grid)

@@ -140,8 +140,7 @@ def _calibrate(
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
     probes = samples.ids[::_SENSITIVITY]
-    noted = partial(progress, "measuring sensitivity")
-    sensitivity = measure(model, probes, per_token, options.seed, lambda done: noted(done, len(probes)))
+    sensitivity = measure(model, probes, per_token, options.seed, partial(progress, "measuring sensitivity"))
     kept = sensitivity.kept(options.budget)
     ranges: dict[str, Ranges] = {}
     side = output.with_suffix(".safetensors")

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from llmc.builder.reference import pass_tokens
 from llmc.calibration.grid import largest_scale, round_e4m3
 from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced, shape_of
 
@@ -58,22 +60,34 @@ class Sensitivity:
 
 
 def measure(
-    model: Any, samples: Sequence[Sequence[int]], quantizer: Quantizer, seed: int, done: Callable[[int], None]
+    model: Any, samples: Sequence[Sequence[int]], quantizer: Quantizer, seed: int, done: Callable[[int, int], None]
 ) -> Sensitivity:
-    """Runs each sample forward and backward. Memory: one layer's activations, and each layer's input."""
+    """Runs the samples forward and backward, a few at a time. Memory: one layer's activations, each layer's input, and
+    the logits.
+    """
+    batches = _batches(samples, pass_tokens(model))
     modules = linear_modules(model)
     record = _Record(modules, quantizer)
     generator = torch.Generator().manual_seed(seed)
     with replaced(modules, record.forward), _recomputed_layers(model), _differentiable(model.get_input_embeddings()):
-        for count, sample in enumerate(samples, 1):
-            logits = model(torch.tensor([list(sample)]), use_cache=False).logits[0]
+        for count, batch in enumerate(batches, 1):
+            logits = model(torch.tensor(batch), use_cache=False).logits.flatten(0, 1)
             likely = logits.float().log_softmax(-1)
             labels = torch.multinomial(likely.detach().exp(), 1, generator=generator)
             likely.gather(1, labels).sum().backward()
-            done(count)
+            done(count, len(batches))
     tokens = sum(map(len, samples))
     loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
     return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()})
+
+
+def _batches(samples: Sequence[Sequence[int]], tokens: int) -> list[list[Sequence[int]]]:
+    """Samples of one length together, at most `tokens` tokens of them: padding would be measured too."""
+    batches: list[list[Sequence[int]]] = []
+    for length, group in groupby(sorted(samples, key=len), key=len):
+        alike, size = list(group), max(tokens // length, 1)
+        batches += (alike[at : at + size] for at in range(0, len(alike), size))
+    return batches
 
 
 def _units(groups: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:

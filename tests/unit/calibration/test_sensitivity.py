@@ -18,7 +18,7 @@ def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
     samples = documentation(checkpoint, 8, 64, 0).ids
     model = load_reference(checkpoint)
     exact = model(torch.tensor(samples)).logits.log_softmax(-1)
-    loss = measure(model, samples, per_token, 0, lambda done: None).loss
+    loss = measure(model, samples, per_token, 0, lambda done, total: None).loss
     for path, module in linear_modules(model).items():
         hook = module.register_forward_pre_hook(lambda _, args: (per_token(args[0]),))
         changed = model(torch.tensor(samples)).logits.log_softmax(-1)

@@ -1,0 +1,188 @@
+"""Prints the peak memory of building and calibrating a large checkpoint, over what interpreter and libraries take.
+
+    python -m tests.perf.memory [--gigabytes 8] [--folder DIR] [--only bf16,calibrate,fp8]
+
+The checkpoint is random, bf16, in shards, and made here: a Llama of hidden size 3072, 8192 wide, with as many layers as
+its size takes. Each build is a process of its own: what it holds after importing its libraries is taken off its peak.
+The memory of g++ is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.builder.reference import RESIDENT
+
+#: What a build may take over interpreter and libraries, whatever the checkpoint's size.
+BOUND = 1.5e9
+STEPS = ("bf16", "calibrate", "fp8")
+_SHARD = 1 << 30
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama whose weights take about `nbytes` in bf16."""
+
+    nbytes: float
+    hidden: int = 3072
+    ffn: int = 8192
+    vocab: int = 32000
+    heads: int = 24
+
+    @property
+    def layers(self) -> int:
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.ffn
+        return max(round((self.nbytes / 2 - 2 * self.vocab * self.hidden) / layer), 1)
+
+    def config(self) -> dict[str, Any]:
+        """Fields of the Hugging Face config."""
+        return {
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.heads,
+            "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+            "pad_token_id": 2,
+        }  # fmt: skip
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes, in the order in which they are written."""
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                yield f"{prefix}.self_attn.{name}.weight", (self.hidden, self.hidden)
+            for name, shape in {"gate_proj": (self.ffn, self.hidden), "up_proj": (self.ffn, self.hidden)}.items():
+                yield f"{prefix}.mlp.{name}.weight", shape
+            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.ffn)
+            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
+            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocab, self.hidden)
+
+
+def make_checkpoint(folder: Path, shape: Shape) -> Path:
+    """Writes the checkpoint, a block at a time."""
+    from transformers import AutoConfig
+
+    from tests.models import tiny_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], **shape.config()).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    for name, dims in shape.tensors():
+        if sum(2 * math.prod(d) for _, d in shards[-1]) > _SHARD:
+            shards.append([])
+        shards[-1].append((name, dims))
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    rng = np.random.default_rng(0)
+    for file, shard in zip(files, shards, strict=True):
+        _write_shard(folder / file, shard, rng)
+    return folder
+
+
+def _write_shard(path: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], rng: np.random.Generator) -> None:
+    header, at = {}, 0
+    for name, dims in tensors:
+        nbytes = 2 * math.prod(dims)
+        header[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for _, dims in tensors:
+            for start in range(0, math.prod(dims), _BLOCK):
+                count = min(_BLOCK, math.prod(dims) - start)
+                file.write(_random_bf16(count, dims, rng).data)
+
+
+def _random_bf16(count: int, dims: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Bits of bf16 numbers of a fan-in's size; ones for a vector, which is a norm's."""
+    if len(dims) == 1:
+        return np.full(count, 0x3F80, np.uint16)
+    exponent = 127 + round(-0.5 * math.log2(dims[1]))
+    bits = rng.integers(0, 1 << 16, count, np.uint16)
+    return (bits & 0x807F) | np.uint16(exponent << 7)
+
+
+def run(step: str, model: Path, folder: Path, resident: int) -> dict[str, float]:
+    """One step in this process: bytes at the start, at the peak, seconds. `resident`: see builder/reference.py."""
+    import resource
+
+    import gguf  # noqa: F401
+    import modelopt.torch.quantization.calib  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    from llmc import flow
+    from llmc.builder import reference
+    from llmc.builder.build import compile_plan  # noqa: F401
+    from llmc.builder.checkpoint import open_checkpoint
+    from llmc.calibration import CalibrationOptions, calibrate
+
+    reference.RESIDENT = resident
+    torch.ones(8, 8) @ torch.ones(8, 8)  # its threads
+    start = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    began, table = time.perf_counter(), folder / "table.json"
+    if step == "calibrate":
+        calibrate(open_checkpoint(model), CalibrationOptions(samples=1, tokens=128), table)
+    else:
+        options: dict[str, Any] = {"precision": "bf16"} if step == "bf16" else {"precision": "fp8", "calib": table}
+        flow.build(model, folder / "engine.plan", **options, evaluate=False, cache=False)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"start": start, "peak": peak, "seconds": time.perf_counter() - began}
+
+
+def measure(step: str, model: Path, folder: Path, resident: int = RESIDENT) -> dict[str, float]:
+    """The step in a process of its own."""
+    command = [sys.executable, "-m", "tests.perf.memory", "--run", step, str(model), str(folder), str(resident)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=8.0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", default=",".join(STEPS))
+    parser.add_argument("--run", nargs=4, metavar=("STEP", "MODEL", "FOLDER", "RESIDENT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        step, model, folder, resident = options.run
+        print(json.dumps(run(step, Path(model), Path(folder), int(resident))))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        folder, shape = Path(made), Shape(options.gigabytes * 1e9)
+        model = make_checkpoint(folder / "model", shape)
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        print(f"checkpoint: {size / 1e9:.2f} GB in bf16, {shape.layers} layers")
+        for step in options.only.split(","):
+            found = measure(step, model, folder)
+            over = found["peak"] - found["start"]
+            print(
+                f"{step}: peak {found['peak'] / 1e9:.2f} GB, {over / 1e9:.2f} GB over interpreter and libraries "
+                f"({found['start'] / 1e9:.2f} GB), bound {BOUND / 1e9:.1f} GB, {found['seconds']:.0f} s",
+                flush=True,
+            )
+            if over > BOUND:
+                raise SystemExit(f"{step}: over the bound")
+
+
+if __name__ == "__main__":
+    main()
