@@ -22,8 +22,6 @@ from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Matrices, Recipe, Swap, picked
 from llmc.plugins.paged_attention import Scoring
 
-_PASS = "absorb_latent"
-
 
 @dataclass(frozen=True)
 class _Columns:
@@ -64,7 +62,7 @@ def absorb_latent(graph: Graph) -> tuple[Graph, PassReport]:
             missed.append(node.path)
             notes.append(f"attention @{node.path}: the cache holds heads expanded from their latent: {reason}")
     after = edit.finish()
-    done = report_places(_PASS, graph, after, matched, missed)
+    done = report_places("absorb_latent", graph, after, matched, missed)
     return after, PassReport(**{**vars(done), "notes": tuple(notes)})
 
 
@@ -147,11 +145,11 @@ def _absorbed(view: View, edit: Edit, node: Node, found: _Latent) -> list[Node]:
     def part(begin: int, width: int) -> tuple[tuple[str, TensorType], int]:
         """Columns of each head's query as a matrix [T, H * S], and where they begin in a head's S."""
         source, start = _query_part(view, node.inputs[0], begin, width)
-        node_of = view.producers[source]
-        if start is not None and node_of.op == "reshape" and view.types[node_of.inputs[0]].rank == 2:
-            return (node_of.inputs[0], view.types[node_of.inputs[0]]), start
+        apart = view.producer(source, "reshape")
+        if apart and view.types[apart.inputs[0]].rank == 2:
+            return (apart.inputs[0], view.types[apart.inputs[0]]), start
         value = (source, view.types[source])
-        if start is not None and size_of(value[1].shape[2]) != width:
+        if size_of(value[1].shape[2]) != width:
             value = emit("slice", [value], axis=2, start=start, stop=start + width, step=1)
         return emit("reshape", [value], source, shape=("T", heads * width)), 0
 
@@ -168,7 +166,7 @@ def _absorbed(view: View, edit: Edit, node: Node, found: _Latent) -> list[Node]:
     return made
 
 
-def _query_part(view: View, query: str, begin: int, width: int) -> tuple[str, int | None]:
+def _query_part(view: View, query: str, begin: int, width: int) -> tuple[str, int]:
     """The [T,H,S] value that columns begin:begin + width of each head's query come from, and where they begin there."""
     node = view.producers[query]
     if node.op == "concat" and node.attrs.axis in (-1, 2):

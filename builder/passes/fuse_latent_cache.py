@@ -9,6 +9,7 @@ sum over all of them, of query and key alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmc.artifacts.schema import PassReport
@@ -156,7 +157,9 @@ def _fused(
     return [*made, edit.make("latent_cache", names, types, attrs, like=node, outputs=node.outputs)]
 
 
-def _matrix(view: View, emit: object, source: str, heads: int) -> tuple[tuple[str, TensorType], int]:
+def _matrix(
+    view: View, emit: Callable[..., tuple[str, TensorType]], source: str, heads: int
+) -> tuple[tuple[str, TensorType], int]:
     """A [T,H,R] value as columns of a matrix [T, H * S], and where they begin in a head's S."""
     cut = view.producer(source, "slice")
     wide = view.producer(cut.inputs[0], "reshape") if cut and cut.attrs.step == 1 else None
@@ -164,4 +167,4 @@ def _matrix(view: View, emit: object, source: str, heads: int) -> tuple[tuple[st
         return (wide.inputs[0], view.types[wide.inputs[0]]), cut.attrs.start
     kind = view.types[source]
     flat = {"shape": ("T", heads * size_of(kind.shape[-1]))}
-    return emit("reshape", (source, kind), **flat), 0  # type: ignore[operator]
+    return emit("reshape", (source, kind), **flat), 0

@@ -10,6 +10,7 @@ import copy
 import inspect
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,13 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     facts = [lines[0].partition(" For more information")[0], *[li[2:] for li in lines if li.startswith("- ")][:1]]
     call = next((i for i, line in enumerate(lines) if "following call raised this error" in line), None)
-    return "; ".join(facts) + (_place(lines[call + 1 :]) if call is not None else "")
+    return "; ".join(facts) + (_place(lines[call + 1 :]) if call is not None else _raised_at(error))
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line of a model's own code that an exception came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/modeling_" in frame.filename]
+    return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _export(model: Any) -> torch.export.ExportedProgram:

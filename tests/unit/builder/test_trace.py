@@ -216,6 +216,7 @@ def test_unknown_functions_are_translated(monkeypatch: pytest.MonkeyPatch, chang
         (lambda x: x - x[:, :1], r"slice.*model\.layers\.0\.mlp.*cuts the tokens"),
         (lambda x: x.double().exp().float(), r"model\.layers\.0\.mlp.*float64"),
         (lambda x: x if x.sum() > 0 else -x, "LlamaForCausalLM cannot be traced"),
+        (lambda x: x.mask, r"no attribute 'mask' \(modeling_llama\.py:\d+: .*self\.mlp"),
     ],
 )
 def test_operator_without_translation_is_named(
