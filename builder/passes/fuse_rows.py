@@ -60,6 +60,7 @@ class _Groups:
         self.view = view
         self.place = {node.outputs[0]: i for i, node in enumerate(view.graph)}
         self.of: dict[str, list[Node]] = {}  # first output of a member -> its group
+        self.all: dict[int, list[Node]] = {}
         for node in view.graph:
             if _may_join(view, node):
                 self._add(node)
@@ -74,15 +75,18 @@ class _Groups:
         merged = sorted((n for group in joined for n in group), key=lambda n: self.place[n.outputs[0]])
         merged.append(node)
         self.of |= {member.outputs[0]: merged for member in merged}
+        for group in joined:
+            del self.all[id(group)]
+        self.all[id(merged)] = merged
 
     def _apart(self, node: Node, group: list[Node]) -> bool:
         """Whether something outside the group, that depends on it, comes before the node."""
-        earliest = self.place[group[0].outputs[0]]
+        begin = self._begin(group)
         wanted = [s for s in self._sources(node) if self.of.get(s.outputs[0]) is not group]
         seen: set[str] = set()
         while wanted:
             name = wanted.pop().outputs[0]
-            if name in seen or (self.place[name] < earliest and name not in self.of):
+            if name in seen or self.place[name] < begin:
                 continue
             unit = self.of.get(name, [self.view.producers[name]])  # a group comes as a whole
             if unit is group:
@@ -91,10 +95,19 @@ class _Groups:
             wanted += [s for member in unit for s in self._sources(member)]
         return False
 
+    def _begin(self, group: list[Node]) -> int:
+        """The place before which nothing waits for the group. A group that begins before another and ends behind its
+        beginning may wait for it, and then does so as a whole.
+        """
+        begin = self.place[group[0].outputs[0]]
+        spans = [(self.place[g[0].outputs[0]], self.place[g[-1].outputs[0]]) for g in self.all.values()]
+        for first, last in sorted(spans, reverse=True):
+            begin = first if first < begin <= last else begin
+        return begin
+
     def founded(self) -> list[list[Node]]:
         """The groups that have a founder, in the order of the graph."""
-        groups = {id(group): group for group in self.of.values() if any(n.op in FOUNDERS for n in group)}
-        return list(groups.values())
+        return [group for group in self.all.values() if any(n.op in FOUNDERS for n in group)]
 
 
 class _Program:
