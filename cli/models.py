@@ -40,9 +40,7 @@ def command(
         raise UsageError(f"--record {record}: only --check has results to add; add it or drop --record")
     known = Record.read(record) if record is not None and record.exists() else Record.read()
     if check:
-        known = _measured(known, types, workers, timeout)
-        if record is not None:
-            known.write(record)
+        known = _measured(known, types, workers, timeout, record)
     rows = known.select(types)
     if as_json:
         data = {"transformers": known.transformers, "models": [dataclasses.asdict(row) for row in rows]}
@@ -53,8 +51,10 @@ def command(
         _print(known, rows)
 
 
-def _measured(known: Record, types: Sequence[str], workers: int, timeout: float) -> Record:
-    """The record with these types (all, without types) measured now; each result goes to stderr as it comes."""
+def _measured(known: Record, types: Sequence[str], workers: int, timeout: float, path: Path | None) -> Record:
+    """The record with these types (all, without types) measured now; each result goes to stderr, and the record so far
+    to `path`, as it comes.
+    """
     from importlib.metadata import version
 
     from llmc.artifacts.errors import EnvironmentFault, UsageError
@@ -70,9 +70,14 @@ def _measured(known: Record, types: Sequence[str], workers: int, timeout: float)
         )
 
     def done(row: Coverage) -> None:
+        nonlocal known
+        known = known.updated([row], version("transformers"))
+        if path is not None:
+            known.write(path)
         click.echo(f"{row.model_type}: {row.status}{f': {row.reason}' if row.reason else ''}", err=True)
 
-    return known.updated(check_families(types or every, workers, timeout, done), version("transformers"))
+    check_families(types or every, workers, timeout, done)
+    return known
 
 
 def _print(record: Record, rows: Sequence[Coverage]) -> None:

@@ -176,6 +176,14 @@ def _embedding(e: Emitter, weight: Value, indices: Value, **options: Any) -> Val
     return e.emit("embedding", [e.value(indices), e.value(weight)])
 
 
+@aten("index_select")
+def _index_select(e: Emitter, self: Value, dim: int, index: Value) -> Value:
+    table = e.value(self)
+    if dim != 0 or e.types[table].rank != 2 or e.types[e.value(index)].rank != 1:
+        raise e.unsupported("only rows of tables can be selected")
+    return e.emit("embedding", [e.value(index), table])
+
+
 @aten("layer_norm", "native_layer_norm")
 def _layer_norm(e: Emitter, input: Value, normalized_shape: Sequence[int], weight: Value | None = None,
                 bias: Value | None = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Value:  # fmt: skip

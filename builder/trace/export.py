@@ -40,7 +40,7 @@ class Exported:
     """`program` takes ids and positions [1,T] and rows [S]. `buffers`: the values that the model computed for itself,
     by name. `names`: parameter name -> all names of that parameter (tied ones have several). `stored`: how parameters
     are made of the checkpoint's tensors, by any of their names; None where every parameter counts as stored.
-    `positioned`: the model is told the positions.
+    `positioned`: the model takes positions.
     """
 
     program: torch.export.ExportedProgram
@@ -61,18 +61,40 @@ class _ParametersOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Ragged(torch.nn.Module):
-    """The model as a function of ids, positions and the rows whose logits are wanted."""
+class _CountsAreTold(TorchFunctionMode):
+    """Gives a model that counts its tokens (0, 1, ..., T-1) their positions instead, which is what it counts them for:
+    alone in a pass that starts at 0, a token's number is its position.
+    """
 
-    def __init__(self, model: torch.nn.Module, positioned: bool, options: dict[str, Any]) -> None:
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.ids, self.positions = ids, positions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.arange or not isinstance(result.shape[0], torch.SymInt):
+            return result
+        if (len(args) > 1 and args[0] != 0) or result.shape[0].node.expr != self.ids.shape[1].node.expr:
+            return result
+        return self.positions[0].to(result.dtype)
+
+
+class _Ragged(torch.nn.Module):
+    """The model as a function of ids, positions and the rows whose logits are wanted. `positioned`: the model is told
+    positions; one that is not may count its tokens, or only carry states.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self._positioned = positioned
+        self.positioned = "position_ids" in inspect.signature(model.forward).parameters
         self._options = options
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        place = {"position_ids": positions} if self._positioned else {}
-        return self.model(input_ids=ids, logits_to_keep=rows, **place, **self._options).logits
+        if self.positioned:
+            return self.model(input_ids=ids, logits_to_keep=rows, position_ids=positions, **self._options).logits
+        with _CountsAreTold(ids, positions):
+            return self.model(input_ids=ids, logits_to_keep=rows, **self._options).logits
 
 
 def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> Exported:
@@ -100,18 +122,13 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
         model.tie_weights()
         names = parameter_names(model)
         stored = None if tensors is None else parameter_recipes(model, tensors)
-        program = _export(model)
+        program, positioned = _export(model)
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
         reason = "its attention cannot be replaced" if error.args == (IMPLEMENTATION,) else _reason(error)
         raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {reason}") from error
-    return Exported(program, type(model).__name__, buffers, names, stored, _positioned(model))
-
-
-def _positioned(model: Any) -> bool:
-    """Whether the model is told positions; one that only carries states has no use for them."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return Exported(program, type(model).__name__, buffers, names, stored, positioned)
 
 
 def _name_of(kind: Any) -> str:
@@ -133,7 +150,8 @@ def _raised_at(error: Exception) -> str:
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
-def _export(model: Any) -> torch.export.ExportedProgram:
+def _export(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
+    """The exported program, and whether the model takes positions."""
     accepted = inspect.signature(model.forward).parameters
     if "logits_to_keep" not in accepted:
         raise UnsupportedError(
@@ -142,8 +160,10 @@ def _export(model: Any) -> torch.export.ExportedProgram:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     wanted = {"use_cache": False, "return_dict": True}
     options = {name: value for name, value in wanted.items() if name in accepted or anything}
-    wrapper = _Ragged(model, _positioned(model), options).eval()
-    tokens, rows = (torch.export.Dim(name, min=2, max=1 << 20) for name in ("T", "S"))
+    wrapper = _Ragged(model, options).eval()
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    tokens = torch.export.Dim("T", min=2, max=max(longest, _TOKENS))  # some grow their tables for more
+    rows = torch.export.Dim("S", min=2, max=1 << 20)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
     with _quiet(), torch.no_grad(), recurrences(model):
@@ -152,7 +172,7 @@ def _export(model: Any) -> torch.export.ExportedProgram:
         )
         if any(_mutates(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # operators stay as they are, in-place ones become functions
-    return program
+    return program, wrapper.positioned
 
 
 @contextlib.contextmanager

@@ -222,9 +222,11 @@ def _check_caches(exported: Exported, graph: Graph) -> None:
             f"{exported.architecture} calls neither transformers' attention interface nor a recurrent kernel that is "
             "known here, so nothing keeps the tokens of different sequences apart"
         )
-    if layers and not exported.positioned:
+    counts = any("positions" in node.inputs for node in graph)
+    if layers and not (exported.positioned or counts):
         raise UnsupportedError(
-            f"{exported.architecture} takes no position_ids, so tokens of several sequences cannot share a step"
+            f"{exported.architecture} neither takes position_ids nor counts its tokens, so tokens of several "
+            "sequences cannot share a step"
         )
     if len(set(layers)) != len(layers):
         raise UnsupportedError(f"{exported.architecture} attends twice in one layer, or shares a cache between layers")

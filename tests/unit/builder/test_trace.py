@@ -16,6 +16,7 @@ from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.trace import Traced, trace_model
+from llmc.tiny import tiny_config as any_config
 from tests.models import FAMILIES, LATENT_FAMILIES, RECURRENT_FAMILIES, VOCAB, WINDOW, tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
@@ -270,3 +271,8 @@ def test_config_of_no_causal_model() -> None:
 
     with pytest.raises(UnsupportedError, match="clip"):
         trace_model(CLIPConfig())
+
+
+def test_a_model_that_counts_its_tokens_is_told_their_positions() -> None:
+    graph = trace_model(any_config("bart")).graph
+    assert any("positions" in node.inputs for node in graph)
