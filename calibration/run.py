@@ -41,37 +41,39 @@ RECIPE = (
     "FP8 E4M3, weights by output channel: error-compensated rounding (GPTQ, asymmetric, columns by energy, scales by "
     "search), each layer on the inputs that the rounded ones before it give; output head unquantized"
 )
-#: Samples of the calibration, unless activations would take more memory than this.
-_SAMPLES, _MEMORY = 16, 320 << 20
+#: Samples of the calibration and tokens of each, unless activations would take more memory than this.
+_SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20
 #: One sample in so many is enough to tell which modules are sensitive.
 _SENSITIVITY = 4
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` of
-    `tokens` tokens each (None: as many as memory allows, at most 16). `activations` token|static; `budget`: the linear
-    layers take at most so many times the bytes of pure FP8.
+    """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` (None:
+    as many as memory allows, at most 16) of `tokens` tokens each (None: 256, or what the model takes). `activations`
+    token|static; `budget`: the linear layers take at most so many times the bytes of pure FP8.
     """
 
     data: Path | None = None
     samples: int | None = None
-    tokens: int = 256
+    tokens: int | None = None
     seed: int = 0
     activations: str = "token"
     budget: float = 1.10
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Raises UsageError for what cannot be."""
-        if (self.samples is not None and self.samples < 1) or self.tokens < 2:
-            raise UsageError(f"calibration takes at least 1 sample of 2 tokens, not {self.samples} of {self.tokens}")
+    def resolved(self, checkpoint: Checkpoint) -> tuple[int, int]:
+        """Samples and their tokens. Raises UsageError for what cannot be."""
         limit = checkpoint.model_info().max_position_embeddings
-        if self.tokens > limit:
-            raise UsageError(f"calibration samples of {self.tokens} tokens exceed the model's {limit} positions")
+        tokens = min(_TOKENS, limit) if self.tokens is None else self.tokens
+        if (self.samples is not None and self.samples < 1) or tokens < 2:
+            raise UsageError(f"calibration takes at least 1 sample of 2 tokens, not {self.samples} of {tokens}")
+        if tokens > limit:
+            raise UsageError(f"calibration samples of {tokens} tokens exceed the model's {limit} positions")
         if not 1 <= self.budget <= 2:
             raise UsageError(f"an FP8 budget of {self.budget} is outside 1.0 (all FP8) to 2.0 (all bf16)")
         if self.activations not in ("token", "static"):
             raise UsageError(f"fp8 activations {self.activations!r} are neither token nor static")
+        return self.samples or _sample_count(checkpoint, tokens), tokens
 
 
 def calibrate(
@@ -81,7 +83,6 @@ def calibrate(
     or options that cannot be used, EnvironmentFault where modelopt is not installed. The same arguments give the same
     files on the same machine.
     """
-    options.check(checkpoint)
     return _calibrate(checkpoint, options, _samples(checkpoint, options), output, progress or (lambda *_: None))
 
 
@@ -94,7 +95,6 @@ def cached_table(
     from llmc.artifacts.calibration import read_table
     from llmc.calibration.cache import TableCache, default_folder
 
-    options.check(checkpoint)
     samples, cache = _samples(checkpoint, options), TableCache(default_folder())
     parts = {
         "checkpoint": checkpoint.digest,
@@ -113,10 +113,10 @@ def cached_table(
 
 
 def _samples(checkpoint: Checkpoint, options: CalibrationOptions) -> Samples:
-    count = options.samples or _sample_count(checkpoint, options.tokens)
+    count, tokens = options.resolved(checkpoint)
     if options.data is None:
-        return documentation(checkpoint, count, options.tokens, options.seed)
-    return read_samples(checkpoint, options.data, count, options.tokens, options.seed)
+        return documentation(checkpoint, count, tokens, options.seed)
+    return read_samples(checkpoint, options.data, count, tokens, options.seed)
 
 
 def _sample_count(checkpoint: Checkpoint, tokens: int) -> int:

@@ -155,7 +155,8 @@ class _Measured(torch.autograd.Function):
 @contextlib.contextmanager
 def _differentiable(embedding: nn.Module) -> Iterator[None]:
     """Inside, gradients go back to what this module returns; no parameter needs one."""
-    hook = embedding.register_forward_hook(lambda module, args, y: y.requires_grad_())
+    # A copy, because some models scale what they looked up in place.
+    hook = embedding.register_forward_hook(lambda module, args, y: y.detach().requires_grad_().clone())
     try:
         yield
     finally:

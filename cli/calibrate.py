@@ -16,7 +16,7 @@ import click
     help="Text: .txt, .jsonl or a folder. Default: documentation of Python's standard library.",
 )
 @click.option("--samples", type=click.IntRange(min=1), help="Sequences to run. Default: 16, or what memory allows.")
-@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Tokens of each.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Tokens of each. Default: 256, or what the model takes.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Which samples are drawn.")
 @click.option("--fp8-activations", default="token", show_default=True, type=click.Choice(("token", "static")))
 @click.option(
@@ -31,7 +31,7 @@ def command(
     output: Path,
     calib: Path | None,
     samples: int | None,
-    tokens: int,
+    tokens: int | None,
     seed: int,
     fp8_activations: str,
     fp8_budget: float,

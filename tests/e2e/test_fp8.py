@@ -1,0 +1,74 @@
+"""`llmc build --fp8` from end to end: a table and its weights give one plan wherever they stand, and no others do."""
+
+from pathlib import Path
+
+import pytest
+
+import llmc
+from llmc.artifacts.errors import CheckpointError, UsageError
+from llmc.artifacts.plan import Plan
+from llmc.builder.checkpoint import open_checkpoint
+from llmc.calibration import CalibrationOptions, calibrate
+from tests.models import save_checkpoint
+
+SMALL = {"precision": "fp8", "tp": 2, "evaluate": False, "cache": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("fp8") / "tiny", "llama")
+
+
+@pytest.fixture(scope="module")
+def table(model: Path) -> Path:
+    path = model.parent / "t.json"
+    calibrate(open_checkpoint(model), CalibrationOptions(samples=4, tokens=64, budget=1.15), path)
+    return path
+
+
+def copied(table: Path, folder: Path) -> Path:
+    for file in (table, table.with_suffix(".safetensors")):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder / table.name
+
+
+def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name, calib in (("a", table), ("b", copied(table, tmp_path / "elsewhere"))):
+        llmc.build(model, tmp_path / f"{name}.plan", calib=calib, **SMALL)
+    assert (tmp_path / "a.plan").read_bytes() == (tmp_path / "b.plan").read_bytes()
+    build = Plan.open(tmp_path / "a.plan").manifest.build
+    notes = next(p.notes for p in build.passes if p.name == "quantize")
+    shares = [float(note.split()[1]) for note in notes if "of the loss of pure FP8" in note]
+    assert len(shares) == 14
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=0.1)
+    assert any("kept in bf16" in note for note in notes)
+    assert build.config["fp8_activations"] == "token"
+
+
+def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, tmp_path: Path) -> None:
+    calib = copied(table, tmp_path)
+    weights = calib.with_suffix(".safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: has SHA-256"):
+        llmc.build(model, tmp_path / "x.plan", calib=calib, **SMALL)
+    weights.unlink()
+    with pytest.raises(UsageError, match=r"t\.safetensors: no such file"):
+        llmc.build(model, tmp_path / "x.plan", calib=calib, **SMALL)
+    assert not (tmp_path / "x.plan").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fp8_budget": 1.3}, r"--fp8-budget 1\.3: .* was made with 1\.15"),
+        ({"fp8_activations": "static"}, "--fp8-activations static: .* was made with token"),
+        ({"precision": "bf16"}, "only an FP8 build is calibrated"),
+    ],
+)
+def test_options_that_contradict_the_table(
+    model: Path, table: Path, tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        llmc.build(model, tmp_path / "x.plan", calib=table, **{**SMALL, **options})
