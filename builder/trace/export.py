@@ -25,6 +25,7 @@ from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
 from llmc.builder.trace import expert_loop, experts_hook
+from llmc.builder.trace.counted import counted_tokens
 from llmc.builder.trace.hook import IMPLEMENTATION
 from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.weights.recipe import Recipe
@@ -166,10 +167,18 @@ def _export(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
     rows = torch.export.Dim("S", min=2, max=1 << 20)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
-    with _quiet(), torch.no_grad(), recurrences(model):
-        program = torch.export.export(
-            wrapper, arguments, dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}), strict=False
-        )
+    with _quiet(), torch.no_grad(), recurrences(model), counted_tokens() as places:
+        try:
+            program = torch.export.export(
+                wrapper, arguments, dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}), strict=False
+            )
+        except Exception as error:
+            if not places or not str(error).startswith("Constraints violated"):
+                raise
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be traced with ragged tokens: it counts the tokens of a step, as a "
+                f"loop over them does that no operator stands for ({places[0]})"
+            ) from error
         if any(_mutates(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # operators stay as they are, in-place ones become functions
     return program, wrapper.positioned

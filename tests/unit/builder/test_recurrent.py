@@ -75,7 +75,8 @@ def test_what_no_operator_does_is_refused_by_name(
 
 
 def test_a_recurrence_without_a_kernel_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="RecurrentGemmaForCausalLM"):
+    line = r"modeling_recurrent_gemma\.py:\d+: for t in range\(hidden_states\.shape\[1\]\)"
+    with pytest.raises(UnsupportedError, match=f"RecurrentGemmaForCausalLM .* a loop over them .*{line}"):
         trace_model(tiny_config("recurrent_gemma"))
 
 
