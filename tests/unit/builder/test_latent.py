@@ -89,7 +89,7 @@ def test_keys_without_a_shared_part_are_no_latent_attention() -> None:
     assert (after, report.matched, report.expected) == (tidy(graph), 0, 0)
 
 
-def test_one_layer_of_two_that_cannot_be_absorbed_stops_the_build() -> None:
+def test_a_layer_with_a_window_keeps_its_heads_and_is_named_beside_one_that_is_absorbed() -> None:
     first = golden()
     names = {out: f"{out}.b" for node in first for out in node.outputs if node.op != "input"}
 
@@ -103,8 +103,11 @@ def test_one_layer_of_two_that_cannot_be_absorbed_stops_the_build() -> None:
 
     more = [second(node) for node in first if node.op != "input"]
     graph = first.with_nodes([*first.nodes, *more], (*first.outputs, names[first.outputs[0]]))
-    with pytest.raises(UnsupportedError, match=r"matches 1 of 2 layers, not layers\.1\.attn"):
-        absorb_latent(graph)
+    after, report = absorb_latent(graph)
+    assert [node.attrs.layer for node in after if node.op == "latent_attention"] == [0]
+    assert [node.attrs.layer for node in after if node.op == "attention"] == [1]
+    (note,) = report.notes
+    assert note.startswith("attention @layers.1.attn")
 
 
 def test_more_ranks_than_heads_are_refused_with_both_numbers() -> None:
