@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from llmc.artifacts.types import Dim
 from llmc.builder.trace.emitter import Emitter, Name, Value
 from llmc.builder.trace.table import Table, entering
@@ -83,8 +85,13 @@ def _permute(e: Emitter, self: Value, dims: Sequence[int] | None = None, dim0: i
 
 @aten("cat", "concat")
 def _cat(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
-    values = [e.value(t) for t in tensors]
+    values = [e.value(t) for t in tensors if not _is_empty(t)]
     return values[0] if len(values) == 1 else e.emit("concat", values, axis=dim)
+
+
+def _is_empty(value: Value) -> bool:
+    """Whether it is what is left of an axis where nothing is left; only joins can take that."""
+    return isinstance(value, torch.Tensor) and value.numel() == 0
 
 
 @aten("stack")
@@ -106,6 +113,8 @@ def _slice(e: Emitter, self: Value, dim: int = 0, start: Any = None, end: Any = 
             return x
         raise e.unsupported("it cuts the tokens")
     low, high, _ = slice(start, end, step).indices(size)
+    if low >= high:
+        return torch.empty(0)
     return cut(e, x, axis, low, high, step)
 
 

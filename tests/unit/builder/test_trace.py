@@ -276,3 +276,11 @@ def test_config_of_no_causal_model() -> None:
 def test_a_model_that_counts_its_tokens_is_told_their_positions() -> None:
     graph = trace_model(any_config("bart")).graph
     assert any("positions" in node.inputs for node in graph)
+
+
+def test_an_empty_rest_of_a_rotated_head_joins_as_nothing() -> None:
+    config = tiny_config(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    )
+    graph = trace_model(config).graph
+    assert all(dim != 0 for node in graph for kind in node.types for dim in kind.shape)
