@@ -11,7 +11,7 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
 from tests.models import save_checkpoint
 
-SMALL = {"precision": "fp8", "tp": 2, "evaluate": False, "cache": False}
+SMALL = {"precision": "fp8", "tp": 2, "evaluate": False}
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,12 @@ def table(model: Path) -> Path:
     path = model.parent / "t.json"
     calibrate(open_checkpoint(model), CalibrationOptions(samples=4, tokens=64, budget=1.15), path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of other builds is used; two builds of one test compile once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def copied(table: Path, folder: Path) -> Path:
