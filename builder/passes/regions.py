@@ -19,10 +19,8 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Node
 from llmc.builder.passes.rewrite import View, size_of
 from llmc.builder.passes.weight import weight_recipe
+from llmc.plugins.cpu.call import PANEL
 from llmc.plugins.pointwise.functions import ELEMENTWISE
-
-#: Kernels read weights in panels of this many outputs; shards are multiples of it where there are enough.
-PANEL = 64
 
 
 @dataclass(frozen=True)

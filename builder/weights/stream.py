@@ -50,12 +50,11 @@ from llmc.builder.weights.recipe import (
     parse,
     read_leaf,
 )
+from llmc.plugins.cpu.call import PANEL
 
 #: Bytes of float32 that are read at once, and that are kept.
 BLOCK = 16 << 20
 KEPT = 64 << 20
-#: Rows of a block are a multiple of this: of every panel's width, whole or halved.
-_ROWS = 64
 
 
 class Shaped(Source, Protocol):
@@ -112,7 +111,8 @@ def _pieces(placement: Placement, source: Shaped, reader: _Reader, block: int) -
     stack = len(shape) == 3  # of matrices, which are packed each for itself
     gated = isinstance(packed, PanelsGated) and not stack
     count = shape[0] // 2 if gated else shape[0]
-    granule = 1 if stack or not packed else _ROWS
+    # Blocks end where panels do, whole or halved.
+    granule = 1 if stack or not packed else PANEL
     read = sum(4 * math.prod(source.shape(leaf)[1:]) for leaf in set(leaves(inner)))
     row_bytes = max(read, 4 * math.prod(shape[1:]))
     step = max(block // max(row_bytes, 1) // granule, 1) * granule

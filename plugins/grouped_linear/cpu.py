@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.grouped_linear import Attrs
-from llmc.plugins.linear.cpu import FORMATS, PANEL, THREAD_FLOATS
+from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS
 from llmc.plugins.pointwise.cpu import formula_struct
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.cpu.call import PANEL, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.head_linear import Attrs
-from llmc.plugins.linear.cpu import FORMATS, PANEL, THREAD_FLOATS
+from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:

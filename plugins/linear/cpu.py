@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.linear import Attrs
 
-PANEL = 64
 FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
 #: Floats of a thread beside one row of x: a block of a panel and the sums of a chunk of rows (tiles.h, cpu.h).

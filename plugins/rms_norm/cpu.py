@@ -8,27 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import CpuCall, KernelEnv, Literal, Pointer, Product, row_stride, strided_rows
+from llmc.plugins.cpu.call import CpuCall, KernelEnv
+from llmc.plugins.cpu.norm import norm_call
 from llmc.plugins.rms_norm import Attrs
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
-    """x and residual, where they are matrices, may have a row stride."""
-    width = inputs[0].shape[-1]
-    null, zero = Literal("nullptr"), Literal("0")
-    return CpuCall(
-        header="plugins/rms_norm/cpu.h",
-        function=f"rms_norm<{width}, {str(attrs.residual).lower()}>",
-        args=(
-            Product(inputs[0].shape[:-1]),
-            Pointer("in", 0),
-            row_stride("in", 0, inputs[0]),
-            Pointer("in", 1),
-            Literal(f"{attrs.eps!r}f"),
-            Pointer("in", 2) if attrs.residual else null,
-            row_stride("in", 2, inputs[2]) if attrs.residual else zero,
-            Pointer("out", 0) if attrs.residual else null,
-            Pointer("out", len(outputs) - 1),
-        ),
-        strided=strided_rows(inputs, but=(1,)),
-    )
+    """One weight, after x."""
+    return norm_call("rms_norm", 1, attrs.eps, attrs.residual, inputs, outputs)
