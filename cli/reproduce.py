@@ -15,6 +15,8 @@ from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.plan import Plan
 
 TABLE = "calibration.json"
+#: What a manifest says of FP8 scales that this compiler chose.
+OWN_SCALES = "llmc's"
 
 
 def command(plan: Plan) -> str:
@@ -39,6 +41,8 @@ def options(plan: Plan) -> dict[str, object]:
     result: dict[str, object] = {"model": _model(plan)}
     result |= {"fp8": True} if precision == "fp8" else {"dtype": precision}
     result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
+    if recorded.pop("fp8_scales", OWN_SCALES) != OWN_SCALES:
+        del recorded["fp8_activations"]  # the checkpoint's, like its scales: not for the command line to say
     for name, value in recorded.items():
         if value is not False:
             result[_OPTION.get(name, name).replace("_", "-")] = value

@@ -17,7 +17,8 @@ from tests.unit.artifacts.test_plan import manifest
 
 CONFIG: dict[str, object] = {
     "precision": "fp8", "kv_dtype": "bf16", "tp": 2, "profile": "chat", "target": "cpu:x86-64-v3",
-    "fp8_activations": "token", "gate": "ppl=1.5%,kl=0.02", "eval_windows": 12, "eval_length": 512, "fp8_budget": 1.1,
+    "fp8_activations": "token", "fp8_scales": "llmc's", "gate": "ppl=1.5%,kl=0.02", "eval_windows": 12,
+    "eval_length": 512, "fp8_budget": 1.1,
 }  # fmt: skip
 DATA = CalibrationData("documentation strings", "0" * 64, 1, 2, 0)
 RANGES = CalibrationTable("d" * 64, "0.47", "max", DATA, {"a": Ranges(1.0, (1.0,))})
@@ -66,6 +67,24 @@ def test_the_name_of_a_tables_file_is_not_in_its_bytes() -> None:
     assert ROUNDED.to_json() != other.to_json()
     assert ROUNDED.named("calibration").to_json() == other.named("calibration").to_json()
     assert RANGES.named("calibration") == RANGES
+
+
+def test_scales_that_a_checkpoint_brought_are_no_options(tmp_path: Path) -> None:
+    config = {**CONFIG, "fp8_activations": "static", "fp8_scales": "the checkpoint's (modelopt)"}
+    del config["fp8_budget"]
+    options = reproduce.options(write(tmp_path / "x.plan", None, config))
+    assert options["fp8"] is True
+    assert not {name for name in options if name.startswith("fp8-")}
+
+
+def test_every_name_that_is_printed_is_an_option(tmp_path: Path) -> None:
+    from llmc.cli.build import command
+    from llmc.cli.config import option_name
+
+    printed = reproduce.options(
+        write(tmp_path / "x.plan", ROUNDED, {**CONFIG, "eval": "mine.txt", "no_evaluate": True})
+    )
+    assert printed.keys() <= {option_name(parameter) for parameter in command.params}
 
 
 def test_a_profile_of_ones_own_and_a_gguf_and_a_text(tmp_path: Path) -> None:
