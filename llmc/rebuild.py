@@ -54,7 +54,7 @@ class Inputs:
 def build_key(inputs: Inputs, hashes: FileHashes) -> str | None:
     """None where something that is named is not there: the build itself says what."""
     try:
-        model = digests(inputs.model, hashes)
+        model = _checkpoint(inputs.model, hashes)
         files = {option: digests(path, hashes) for option, path in inputs.files.items()}
     except OSError:
         return None
@@ -70,9 +70,20 @@ def build_key(inputs: Inputs, hashes: FileHashes) -> str | None:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def digests(path: Path, hashes: FileHashes) -> list[list[str]]:
-    """Name and SHA-256 of a file, or of all files of a folder that a build might read. Raises OSError."""
+def _checkpoint(path: Path, hashes: FileHashes) -> list[list[str]]:
+    """Name and SHA-256 of a GGUF file, or of a checkpoint folder's files; OSError for what is neither, unread."""
     if not path.is_dir():
+        return digests(path, hashes)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(path / "config.json")
+    return [[file.name, hashes.sha256(file)] for file in sorted(path.iterdir()) if file.suffix in _READ]
+
+
+def digests(path: Path, hashes: FileHashes) -> list[list[str]]:
+    """Name and SHA-256 of a file, or of all files of a folder of texts. Raises OSError, also for a device or pipe."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(path)
         return [[path.name, hashes.sha256(path)]]
     files = sorted(file for file in path.rglob("*") if file.suffix in _READ and file.is_file())
     return [[file.relative_to(path).as_posix(), hashes.sha256(file)] for file in files]
