@@ -1,0 +1,49 @@
+"""Mixtures of experts from a published checkpoint (each expert's matrices a tensor) to engine, beside Hugging Face."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import llmc
+from llmc.runtime.selftest import Probe
+from llmc.tiny import random_model, save_tiny, tiny_config
+
+PROMPT = [5 + i * 37 % 290 for i in range(40)]
+DECODED = 16
+#: One code variant for steps of one token and of many.
+PROFILE = "token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@cache
+def model(family: str) -> Any:
+    return random_model(tiny_config(family))
+
+
+def cosines(tmp_path: Path, family: str, **options: Any) -> tuple[np.ndarray, bool]:
+    """Of the logits of prompt and greedy tokens, and whether the tokens are those of Hugging Face."""
+    profile = tmp_path / "short.yaml"
+    profile.write_text(PROFILE)
+    save_tiny(tmp_path / "model", model(family))
+    llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=str(profile), evaluate=False, **options)
+    with Probe(tmp_path / "engine.plan") as probe:
+        tokens = probe.greedy(PROMPT, DECODED)
+        have = probe.logits(PROMPT + tokens).astype(np.float64)
+    with torch.inference_mode():
+        out = model(family)(torch.tensor([PROMPT + tokens]), use_cache=False).logits[0]
+    want = out.numpy().astype(np.float64)
+    cosine = (want * have).sum(-1) / (np.linalg.norm(want, axis=-1) * np.linalg.norm(have, axis=-1))
+    return cosine, want[len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_two_uneven_ranks_match_hugging_face(tmp_path: Path) -> None:
+    cosine, same = cosines(tmp_path, "mixtral", precision="fp32", tp=2)
+    assert cosine.min() >= 0.9999
+    assert same
