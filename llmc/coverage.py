@@ -99,11 +99,14 @@ class Record:
         path.write_text(f'{{"transformers": {head}, "models": [\n' + ",\n".join(rows) + "\n]}\n")
 
     def select(self, names: Sequence[str]) -> tuple[Coverage, ...]:
-        """The rows of these model types, all without names; raises UsageError for one that there is none of."""
+        """The rows of these model types, all without names; raises UsageError for one that was not measured."""
         known = {row.model_type: row for row in self.models}
         for name in names:
             if name not in known:
-                raise UsageError(f"{name!r} is no model type of transformers {self.transformers}'s causal-LM mapping")
+                raise UsageError(
+                    f"{name!r} is not in the record of transformers {self.transformers}; `llmc models --check {name}` "
+                    "measures it"
+                )
         return tuple(known[name] for name in names) if names else self.models
 
     def updated(self, rows: Iterable[Coverage], transformers: str) -> Record:
@@ -121,7 +124,7 @@ class Record:
             if status != WORKS and (count := sum(row.status == status for row in self.models))
         ]
         return (
-            f"Of the {len(self.models)} model types in the causal-LM mapping of transformers {self.transformers}, "
+            f"Of {len(self.models)} measured model types of transformers {self.transformers}'s causal-LM mapping, "
             f"{len(working)} compile and match Hugging Face: {', '.join(working)}.\n\n"
             f"The others: {'; '.join(others)}. `llmc models` prints the matrix, with launches a layer and reasons.\n"
         )

@@ -23,7 +23,7 @@ def is_view(node: Node) -> bool:
 
 
 #: Operators for whatever no fused pattern claims.
-GENERIC = frozenset({"pointwise", "reduce", "copy"})
+GENERIC = frozenset({"pointwise", "reduce", "rowwise", "copy"})
 
 
 @dataclass(frozen=True)

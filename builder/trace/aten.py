@@ -89,11 +89,14 @@ def _add(e: Emitter, self: Any, other: Any, alpha: Any = 1) -> Value:
     return binary(e, "sub", other, self) if name == "rsub" else binary(e, name, self, other)
 
 
-@aten("mul", "maximum", "minimum", "multiply")
+_BINARY = {"multiply": "mul", "max": "maximum", "min": "minimum"}
+
+
+@aten("mul", "maximum", "minimum", "multiply", "max.other", "min.other")
 def _plain_binary(e: Emitter, self: Any, other: Any) -> Value:
     assert e.at is not None
     name = str(e.at.target).split(".")[1].rstrip("_")
-    return binary(e, "mul" if name == "multiply" else name, self, other)
+    return binary(e, _BINARY.get(name, name), self, other)
 
 
 @aten("div", "true_divide", "divide")

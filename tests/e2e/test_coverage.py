@@ -16,12 +16,28 @@ WORKING = [row.model_type for row in RECORD.models if row.status == WORKS]
 
 @pytest.mark.timeout(1800)
 def test_what_the_record_says_works_works() -> None:
-    """All in one go, as the checks share two processes; a failure names every type that differs."""
+    """All in one go, as the checks share two processes; a failure names every type that differs, or launches more."""
     results = check_families(WORKING, workers=2)
     assert {row.model_type: row.reason for row in results if row.status != WORKS} == {}
-    known = {row.model_type: row for row in RECORD.models}
-    launches = {row.model_type: row.launches_per_layer for row in results}
-    assert launches == {name: known[name].launches_per_layer for name in WORKING}
+    known = {row.model_type: row.launches_per_layer for row in RECORD.models}
+    assert [row.model_type for row in results if row.launches_per_layer > known[row.model_type]] == []
+
+
+#: What an open-weights server is asked for first.
+NAMED = """
+llama mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 phimoe gpt2 gpt_neox
+gptj gpt_bigcode gpt_oss opt bloom mpt falcon stablelm starcoder2 olmo olmo2 olmo3 olmoe granite granitemoe cohere
+cohere2 glm glm4 glm4_moe exaone4 nemotron smollm3 seed_oss ernie4_5 ernie4_5_moe hunyuan_v1_dense arcee apertus helium
+dbrx deepseek_v2 deepseek_v3 minimax_m2 flex_olmo codegen biogpt persimmon xglm
+"""
+#: Those of them that do not work; the record says why.
+MISSING = frozenset({"apertus", "bloom", "falcon", "mpt", "xglm"})
+
+
+def test_the_named_types_work_but_for_those_that_are_said_not_to() -> None:
+    assert set(NAMED.split()) - set(WORKING) == MISSING
+    assert len(WORKING) >= 60
+    assert all(row.reason for row in RECORD.select(sorted(MISSING)))
 
 
 def test_the_readme_carries_the_summary() -> None:

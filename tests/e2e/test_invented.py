@@ -24,10 +24,10 @@ class InventedConfig(LlamaConfig):
 
 
 class Swell(nn.Module):
-    """An activation: x tanh(log(1 + x^2)) above -1, a parabola's arm below."""
+    """An activation: x tanh(log(1 + x^2)), and a bounded parabola's arm below 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x > -1, x * torch.tanh(torch.log1p(x * x)), -0.6 * x.square().clamp(max=9.0))
+        return x * torch.tanh(torch.log1p(x * x)) - 0.6 * torch.relu(-x).square().clamp(max=9.0)
 
 
 class MeanAbsNorm(nn.Module):
