@@ -13,7 +13,7 @@ import torch
 
 from llmc.artifacts.types import Dim
 from llmc.builder.trace.emitter import Emitter, Name, Value
-from llmc.builder.trace.shapes import reshape
+from llmc.builder.trace.shapes import cut, reshape
 from llmc.builder.trace.table import IDENTITIES, Table, Translation, entering
 
 TABLE: Table = {}
@@ -269,6 +269,11 @@ def _index(e: Emitter, self: Value, indices: Sequence[Value | None]) -> Value:
     given = [i for i in indices if i is not None]
     x = e.value(self)
     kind, axis = e.types[x], len(indices) - 1
+    index = given[0] if len(given) == 1 else None
+    if isinstance(index, torch.Tensor) and index.shape == (1,) and not isinstance(kind.shape[axis], str):
+        size = kind.shape[axis]
+        assert isinstance(size, int)
+        return cut(e, x, axis, int(index) % size, int(index) % size + 1)
     if len(given) != 1 or indices[-1] is None or any(d != 1 for d in kind.shape[:axis]):
         raise e.unsupported("only rows of tokens can be selected")
     index = e.value(given[0])

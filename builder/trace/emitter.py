@@ -21,7 +21,8 @@ from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 from llmc.builder.ir import Node
 from llmc.builder.naming import shape_of
 from llmc.builder.operators import ALL
-from llmc.builder.trace.export import Exported, module_path, source_line
+from llmc.builder.trace.export import Exported
+from llmc.builder.trace.places import module_path, source_line
 from llmc.builder.weights.recipe import Load
 
 

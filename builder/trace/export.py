@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,16 +24,17 @@ from transformers.initialization import no_init_weights
 from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
-from llmc.builder.trace import expert_loop, experts_hook
+from llmc.builder.trace import expert_loop, experts_hook, written_out
 from llmc.builder.trace.counted import counted_tokens
 from llmc.builder.trace.hook import IMPLEMENTATION
+from llmc.builder.trace.places import innermost
 from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.weights.recipe import Recipe
 
 #: Example sizes. Different from each other and from 0 and 1, which torch.export would take for constants.
 _TOKENS, _ROWS = 7, 3
-#: The attribute of the wrapper that holds the model: the first part of every name that torch.export gives.
-_PREFIX = "model"
+#: Bounds of T and S while tracing: none, and one below which the tables that models keep for masks all lie.
+_MANY, _FEW = 1 << 20, 32
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class Exported:
     buffers: dict[str, torch.Tensor]
     names: dict[str, tuple[str, ...]]
     stored: dict[str, Recipe] | None
-    positioned: bool
+
+
+#: A model, its buffers' values, its program, and whether it takes positions.
+_Built: TypeAlias = tuple[Any, dict[str, torch.Tensor], torch.export.ExportedProgram, bool]
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -109,27 +113,61 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
         raise UnsupportedError("config.json: quantization_config: give the checkpoint before quantization")
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     try:
-        with no_init_weights(), _ParametersOnMeta():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=IMPLEMENTATION,
-                experts_implementation=experts_hook.IMPLEMENTATION,
-            ).eval()
-        for module in filter(expert_loop.loops_over_experts, model.modules()):
-            module.forward = expert_loop.grouped_forward(module)
-        buffers = dict(model.named_buffers())
-        model.to("meta")
-        model.tie_weights()
-        names = parameter_names(model)
+        model, buffers, program, positioned = _traced(config)
         stored = None if tensors is None else parameter_recipes(model, tensors)
-        program, positioned = _export(model)
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
-        reason = "its attention cannot be replaced" if error.args == (IMPLEMENTATION,) else _reason(error)
-        raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {reason}") from error
+        raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {_reason(error)}") from error
+    names = parameter_names(model)
     return Exported(program, type(model).__name__, buffers, names, stored, positioned)
+
+
+def _traced(config: Any) -> _Built:
+    """`_build` with our attention; where the model does not call it, with its own, recognised by what it computes. The
+    model's masks and tables may bound the tokens then, which means nothing for what is served.
+    """
+    failure: Exception | None = None
+    try:
+        built = _build(config, IMPLEMENTATION, _MANY)
+        if not written_out.writes_out(built[2]):
+            return built
+    except LlmcError:
+        raise
+    except Exception as error:  # a model that looks its attention up, or needs a mask
+        failure = error
+    try:
+        built = _build(config, "eager", _FEW)
+    except Exception as error:
+        raise failure or error from None
+    _, buffers, program, _ = built
+    if failure and not written_out.writes_out(program):
+        raise failure
+    written_out.replace(program, buffers, _longest(config))
+    return built
+
+
+def _build(config: Any, attention: str, most: int) -> _Built:
+    """The model with that attention function, exported for up to `most` tokens."""
+    with no_init_weights(), _ParametersOnMeta():
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts_hook.IMPLEMENTATION,
+        ).eval()
+    for module in filter(expert_loop.loops_over_experts, model.modules()):
+        module.forward = expert_loop.grouped_forward(module)
+    buffers = dict(model.named_buffers())
+    model.to("meta")
+    model.tie_weights()
+    return model, buffers, *_export(model, most)
+
+
+def _longest(config: Any) -> int:
+    """The largest window that the config names, in any of its fields."""
+    fields = config.to_dict().items()
+    return max((v for k, v in fields if ("window" in k or "chunk" in k) and isinstance(v, int)), default=0)
 
 
 def _name_of(kind: Any) -> str:
@@ -142,7 +180,7 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     facts = [lines[0].partition(" For more information")[0], *[li[2:] for li in lines if li.startswith("- ")][:1]]
     call = next((i for i, line in enumerate(lines) if "following call raised this error" in line), None)
-    return "; ".join(facts) + (_place(lines[call + 1 :]) if call is not None else _raised_at(error))
+    return "; ".join(facts) + (innermost(lines[call + 1 :]) if call is not None else _raised_at(error))
 
 
 def _raised_at(error: Exception) -> str:
@@ -151,7 +189,7 @@ def _raised_at(error: Exception) -> str:
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
-def _export(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
+def _export(model: Any, most: int) -> tuple[torch.export.ExportedProgram, bool]:
     """The exported program, and whether the model takes positions."""
     accepted = inspect.signature(model.forward).parameters
     if "logits_to_keep" not in accepted:
@@ -163,7 +201,7 @@ def _export(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
     options = {name: value for name, value in wanted.items() if name in accepted or anything}
     wrapper = _Ragged(model, options).eval()
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    tokens = torch.export.Dim("T", min=2, max=max(longest, _TOKENS))  # some grow their tables for more
+    tokens = torch.export.Dim("T", min=2, max=min(max(longest, _TOKENS), most))  # some grow their tables for more
     rows = torch.export.Dim("S", min=2, max=1 << 20)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     arguments = (ids, ids.clone(), torch.zeros(_ROWS, dtype=torch.int64, device="meta"))
@@ -199,30 +237,3 @@ def _quiet() -> Iterator[None]:
 
 def _mutates(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def module_path(node: torch.fx.Node) -> str:
-    """The module that a node was traced in, as `model.layers.0.mlp`; empty for what no module owns."""
-    stack = node.meta.get("nn_module_stack")
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return own_name(path.split("@")[0])  # a second call of one module is marked @1
-
-
-def own_name(name: str) -> str:
-    """A name of the exported program without the wrapper's part."""
-    return name.removeprefix(_PREFIX).removeprefix(".")
-
-
-def source_line(node: torch.fx.Node) -> str:
-    """Where in Python the node comes from, as ` (modeling_x.py:123: code)`; empty where the tracer does not know."""
-    return _place([line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()])
-
-
-def _place(lines: list[str]) -> str:
-    """The innermost place of a Python stack trace."""
-    places = [index for index, line in enumerate(lines) if line.startswith("File ")]
-    if not places:
-        return ""
-    file, _, rest = lines[places[-1]].removeprefix('File "').partition('", line ')
-    code = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
-    return f" ({file.rpartition('/')[2]}:{rest.split(',')[0]}: {code})"

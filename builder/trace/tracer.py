@@ -20,7 +20,8 @@ from llmc.builder.ir import Graph, GraphError, layer_of
 from llmc.builder.operators import ALL
 from llmc.builder.trace import aten, complex, recurrent, routing, shapes
 from llmc.builder.trace.emitter import Complex, Emitter, Name, Value
-from llmc.builder.trace.export import Exported, export, module_path, own_name
+from llmc.builder.trace.export import Exported, export
+from llmc.builder.trace.places import module_path, own_name
 from llmc.builder.trace.table import IDENTITIES, Table
 
 #: Every operator that can be translated.
@@ -223,7 +224,8 @@ def _check_caches(exported: Exported, graph: Graph) -> None:
             "known here, so nothing keeps the tokens of different sequences apart"
         )
     counts = any("positions" in node.inputs for node in graph)
-    if layers and not (exported.positioned or counts):
+    biased = any(node.op == "attention" and node.attrs.slopes for node in graph)  # positions are in the distances
+    if layers and not (exported.positioned or counts or biased):
         raise UnsupportedError(
             f"{exported.architecture} neither takes position_ids nor counts its tokens, so tokens of several "
             "sequences cannot share a step"
