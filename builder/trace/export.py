@@ -50,6 +50,7 @@ class Exported:
     buffers: dict[str, torch.Tensor]
     names: dict[str, tuple[str, ...]]
     stored: dict[str, Recipe] | None
+    positioned: bool
 
 
 #: A model, its buffers' values, its program, and whether it takes positions.
