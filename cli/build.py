@@ -36,7 +36,9 @@ _OF_STOP_AFTER = frozenset(
     help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
 )
 @click.option("--fp8", is_flag=True, help="FP8 E4M3 weights and activations, calibrated; the output head stays bf16.")
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16.")
+@click.option(
+    "--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16, or as in an FP8 checkpoint."
+)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
 @click.option(
     "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
@@ -88,7 +90,7 @@ def command(
     fp8, dtype = _precision_on_the_command_line(fp8, dtype)
     if fp8 and dtype:
         raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
-    precision = "fp8" if fp8 else dtype or "bf16"
+    precision = "fp8" if fp8 else dtype
     require_build_libraries()
     from llmc import flow
 

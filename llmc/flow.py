@@ -33,7 +33,7 @@ def build(
     model: str | Path,
     output: str | Path = "engine.plan",
     *,
-    precision: str = "bf16",
+    precision: str | None = None,
     tp: int = 1,
     profile: str = "chat",
     target: str = "cpu",
@@ -64,9 +64,12 @@ def build(
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
 
+    `precision` fp32|bf16|fp8; None: see `default_precision`.
+
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
     progress = progress or Progress()
+    precision = precision or default_precision(model)
     exam = make_exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
     options = BuildOptions(
         precision=precision,
@@ -141,6 +144,14 @@ def _build(
     return compile_plan(source.checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
 
 
+def default_precision(model: str | Path) -> str:
+    """What a build that names no precision gets: bf16, or fp8 where the checkpoint is FP8 with scales of its own."""
+    from llmc.builder.checkpoint import open_checkpoint
+
+    quantization = open_checkpoint(model).quantization
+    return "fp8" if quantization and quantization.linears else "bf16"
+
+
 def _is_path(profile: str) -> bool:
     """A profile's name, or the path of a file (profiles/loader.py)."""
     return "/" in profile or bool(Path(profile).suffix)
@@ -155,7 +166,7 @@ def dump_passes(
     dump: str | Path,
     stop_after: str,
     *,
-    precision: str = "bf16",
+    precision: str | None = None,
     tp: int = 1,
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
@@ -174,6 +185,7 @@ def dump_passes(
     from llmc.source import Source
 
     progress = progress or Progress()
+    precision = precision or default_precision(model)
     options = BuildOptions(precision=precision, tp=tp, verify_passes=verify_passes)
     steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
     source, watch = Source(open_checkpoint(model)), DumpFolder(Path(dump))
@@ -187,12 +199,13 @@ def dump_passes(
 
 
 def plan_memory(
-    model: str | Path, *, precision: str, tp: int, profile: str, target: str, kv_dtype: str | None = None
+    model: str | Path, *, precision: str | None, tp: int, profile: str, target: str, kv_dtype: str | None = None
 ) -> MemoryPlan:
     """The memory arithmetic of such a build, before any weight is read."""
     from llmc.builder.build import dry_run
     from llmc.builder.checkpoint import open_checkpoint
 
+    precision = precision or default_precision(model)
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, kv_dtype=kv_dtype)
     return dry_run(open_checkpoint(model), options)
 

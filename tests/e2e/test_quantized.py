@@ -10,6 +10,7 @@ from llmc import flow
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.selftest import Probe
+from tests.models import save_checkpoint
 from tests.quantized import save_blocks, save_compressed, save_modelopt
 
 IDS = [5, 17, 101, 33, 250, 8, 64, 299, 12, 40]
@@ -70,3 +71,9 @@ def test_blocks_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
     folder, _ = save_blocks(tmp_path / "blocks")
     report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False)
     assert Plan.open(report.plan).manifest.build.config["fp8_scales"] == "llmc's"
+
+
+def test_a_build_without_a_precision_keeps_what_the_checkpoint_is(tmp_path: Path) -> None:
+    assert flow.default_precision(save_modelopt(tmp_path / "modelopt")) == "fp8"
+    assert flow.default_precision(save_blocks(tmp_path / "blocks")[0]) == "bf16"
+    assert flow.default_precision(save_checkpoint(tmp_path / "plain")) == "bf16"
