@@ -270,7 +270,9 @@ def _index(e: Emitter, self: Value, indices: Sequence[Value | None]) -> Value:
     x = e.value(self)
     kind, axis = e.types[x], len(indices) - 1
     index = given[0] if len(given) == 1 else None
-    if isinstance(index, torch.Tensor) and index.shape == (1,) and not isinstance(kind.shape[axis], str):
+    known = isinstance(index, torch.Tensor) and index.device.type != "meta" and index.shape == (1,)
+    if known and not isinstance(kind.shape[axis], str):
+        assert isinstance(index, torch.Tensor)
         size = kind.shape[axis]
         assert isinstance(size, int)
         return cut(e, x, axis, int(index) % size, int(index) % size + 1)
