@@ -44,8 +44,9 @@ from llmc.builder.trace_cache import cached_trace
 from llmc.builder.verdict import Verdict
 from llmc.builder.verify import Verifier
 from llmc.builder.weights.errors import ErrorMeter
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.placement import Member
-from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.recipe import parse
 from llmc.builder.weights.rounded import open_rounded
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
-from llmc.builder.weights.recipe import Concat, Load, Recipe, RecipeError, Reshape, Slice, Stack, Swap, infer
+from llmc.builder.weights.evaluation import infer
+from llmc.builder.weights.recipe import Concat, Load, Recipe, RecipeError, Reshape, Slice, Stack, Swap
 
 
 def parameter_recipes(model: Any, tensors: Mapping[str, Sequence[int]]) -> dict[str, Recipe]:

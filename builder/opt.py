@@ -16,8 +16,9 @@ from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.pipeline import CompileOptions, Stage, by_name, check_options, run_passes
 from llmc.builder.trace import trace
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import Source, evaluate, parse
+from llmc.builder.weights.recipe import Source, parse
 from llmc.builder.weights.source import ModelWeights
 
 

@@ -16,7 +16,8 @@ from llmc.artifacts.errors import CheckpointError
 from llmc.builder.ir import Graph
 from llmc.builder.passes.rewrite import View
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Source, evaluate
+from llmc.builder.weights.evaluation import evaluate
+from llmc.builder.weights.recipe import Source
 
 
 def check_ranges(graph: Graph, table: CalibrationTable, source: Source) -> None:

@@ -20,7 +20,8 @@ from torch import nn
 
 from llmc.artifacts.errors import CheckpointError
 from llmc.builder.checkpoint import Checkpoint
-from llmc.builder.weights.recipe import Leaf, Load, Recipe, evaluate
+from llmc.builder.weights.evaluation import evaluate
+from llmc.builder.weights.recipe import Leaf, Load, Recipe
 from llmc.builder.weights.stream import rows
 
 #: Bytes of float32 that a linear layer reads at once.

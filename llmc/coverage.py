@@ -147,7 +147,7 @@ def check_family(model_type: str) -> Coverage:
     def result(status: str, **facts: Any) -> Coverage:
         return Coverage(model_type, status, seconds=round(time.monotonic() - began, 1), **facts)
 
-    from llmc.tiny import tiny_model
+    from llmc.tiny_model import tiny_model
 
     try:
         model = tiny_model(model_type)
@@ -172,7 +172,7 @@ def _one_line(error: Exception) -> str:
 def _checked(model: Any, folder: Path, model_type: str) -> Coverage:
     from llmc.builder.build import BuildOptions, Progress, compile_plan
     from llmc.builder.checkpoint import open_checkpoint
-    from llmc.tiny import save_tiny
+    from llmc.tiny_model import save_tiny
 
     plan = folder / "engine.plan"
     checkpoint = open_checkpoint(save_tiny(folder / "model", model))

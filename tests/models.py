@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from llmc.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB, WINDOW, random_model, save_tiny, tiny_tokenizer
+from llmc.tiny import BOS, EOS, PAD, VOCAB, WINDOW
+from llmc.tiny_model import CHAT_TEMPLATE, random_model, save_tiny, tiny_tokenizer
 
 __all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "FAMILIES", "LATENT_FAMILIES", "PAD", "VOCAB", "WINDOW", "save_checkpoint",
            "tiny_config", "tiny_model", "tiny_tokenizer"]  # fmt: skip

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.types import TensorType
-from llmc.builder.weights.recipe import infer, parse
+from llmc.builder.weights.evaluation import infer
+from llmc.builder.weights.recipe import parse
 
 #: Every weight starts on a cache line.
 ALIGN = 64

@@ -20,6 +20,7 @@ import numpy as np
 
 from llmc.artifacts.errors import CheckpointError
 from llmc.builder.weights.errors import ErrorMeter
+from llmc.builder.weights.evaluation import apply, infer, read_leaf
 from llmc.builder.weights.placement import Member, Placement
 from llmc.builder.weights.recipe import (
     Add,
@@ -43,12 +44,9 @@ from llmc.builder.weights.recipe import (
     Stack,
     StoredTensor,
     Swap,
-    apply,
     children,
-    infer,
     leaves,
     parse,
-    read_leaf,
 )
 from llmc.plugins.cpu.call import PANEL
 

@@ -1,8 +1,5 @@
 // Attention of a step's queries over the paged cache, for one layer.
 //
-// Cache: a block holds, for this layer at `offset`, K as [kv_head][head_dim][block_size] (keys are lanes), then V as
-// [kv_head][block_size][v_dim]. block_size is 16, 32, 64, 128 or 256.
-//
 // Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a
 // score accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
 // accumulate over keys. Partitions join a running (largest, sum, values) one after the other, a sink last of all. A
@@ -18,26 +15,9 @@
 
 #include "plugins/cpu/lanes.h"
 #include "plugins/cpu/runtime.h"
+#include "plugins/paged_attention/scoring.h"
 
 namespace llmc {
-
-constexpr int kPartition = 256;
-constexpr int kTileRows = 24;
-
-// What is compiled into the kernel; what a model has not costs nothing. `window`, `chunk`: 0 for none.
-template <int WINDOW, int CHUNK, bool SOFTCAP, bool SLOPES, bool SINKS>
-struct Scoring {
-  static constexpr int window = WINDOW, chunk = CHUNK;
-  static constexpr bool softcap = SOFTCAP, slopes = SLOPES, sinks = SINKS;
-};
-
-// q [T, H, D] -> out [T, H * DV]. `slopes`, `sinks`: one number a query head, or null. `offset`: of this layer within a
-// block of `block_bytes`.
-struct PagedInputs {
-  const float *q, *slopes, *sinks;
-  float scale, softcap;
-  int64_t offset, block_bytes;
-};
 
 template <int H, int KH, int D, int DV, int BS, class KV, class S>
 class PagedAttention {
@@ -162,7 +142,7 @@ class PagedAttention {
       float* to = running ? partial : next;
       unit(t, part, queries, scores, to);
       if (running)
-        join(running, to, t.rows());
+        join<kWidth>(running, to, t.rows());
       else
         next += kRows * kStride;
     }
@@ -176,7 +156,7 @@ class PagedAttention {
       if (from == tid_) continue;
       if (from != last_owner) next = thread_scratch(from);
       last_owner = from;
-      join(running, next, t.rows());
+      join<kWidth>(running, next, t.rows());
       next += kRows * kStride;
     }
   }
@@ -393,22 +373,6 @@ class PagedAttention {
     for (int r = 0; r < rows; ++r) running[r * kStride + kWidth] = kNone;
   }
 
-  static void join(float* running, const float* partial, int rows) {
-    for (int r = 0; r < rows; ++r, running += kStride, partial += kStride) {
-      const float most = partial[kWidth], total = partial[kWidth + 1];
-      if (total == 0) continue;
-      const float before = running[kWidth], now = before > most ? before : most;
-      float factors[kLanes];
-      const float shifts[kLanes] = {before - now, most - now};
-      store(factors, exp(load(shifts)));
-      const Lanes old = splat(factors[0]), fresh = splat(factors[1]);
-      for (int i = 0; i < kWidth; i += kLanes)
-        store(running + i, fma(load(running + i), old, load(partial + i) * fresh));
-      running[kWidth] = now;
-      running[kWidth + 1] = running[kWidth + 1] * factors[0] + total * factors[1];
-    }
-  }
-
   void finish(const Tile& t, float* running) const {
     for (int r = 0; r < t.rows(); ++r, running += kStride) {
       const int64_t token = t.token + r / kGroup, head = head_of(t, r);
@@ -423,7 +387,7 @@ class PagedAttention {
   static void join_sink(float* running, float sink) {
     float partial[kStride] = {};
     partial[kWidth] = sink, partial[kWidth + 1] = 1;
-    join(running, partial, 1);
+    join<kWidth>(running, partial, 1);
   }
 };
 

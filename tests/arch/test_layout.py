@@ -26,7 +26,7 @@ TOP = {
     "CHANGELOG.md",
 }
 MAX_LINES = 400
-PACKAGED = {".py", ".h", ".cpp", ".yaml"}
+PACKAGED = {".py", ".h", ".cpp", ".yaml", ".json", ".css", ".jinja"}
 
 
 def tracked() -> list[Path]:

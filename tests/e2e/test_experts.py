@@ -12,7 +12,8 @@ import torch
 
 import llmc
 from llmc.runtime.selftest import Probe
-from llmc.tiny import random_model, save_tiny, tiny_config
+from llmc.tiny import tiny_config
+from llmc.tiny_model import random_model, save_tiny
 
 PROMPT = [5 + i * 37 % 290 for i in range(40)]
 DECODED = 16

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import llmc
 from llmc.runtime.selftest import Probe
-from llmc.tiny import random_model, save_tiny
+from llmc.tiny_model import random_model, save_tiny
 
 PROMPT = [5 + i * 37 % 290 for i in range(21)]
 

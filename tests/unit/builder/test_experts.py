@@ -15,7 +15,8 @@ from llmc.builder.pipeline import Compiled, CompileOptions, run
 from llmc.builder.trace import Traced, trace_model
 from llmc.builder.trace.expert_loop import grouped_forward, loops_over_experts
 from llmc.builder.trace.experts_hook import _experts
-from llmc.tiny import random_model, tiny_config
+from llmc.tiny import tiny_config
+from llmc.tiny_model import random_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
 torch.set_num_threads(1)

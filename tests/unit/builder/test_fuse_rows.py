@@ -8,8 +8,9 @@ from llmc.builder.ir import parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.fuse_rows import fuse_rows
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.recipe import parse
 
 #: %c.. is a group that %o reads early and that reads %l, which waits for the group of %r; what reads %o cannot join %r.
 WAITING = """graph g rank=0 tp=1 {

@@ -20,8 +20,9 @@ from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.rewrite import tidy
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.builder.trace import trace_model
+from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import Matrices, evaluate, infer, parse, sliced
+from llmc.builder.weights.recipe import Matrices, parse, sliced
 from llmc.profiles import load_profile, load_target
 from tests.golden.goldens import FOLDER
 

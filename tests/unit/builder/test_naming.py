@@ -14,10 +14,11 @@ from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder import naming
 from llmc.builder.naming import parameter_recipes, shape_of
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.placement import Member, Placement
-from llmc.builder.weights.recipe import Load, Recipe, Stack, evaluate, leaves, parse
+from llmc.builder.weights.recipe import Load, Recipe, Stack, leaves, parse
 from llmc.builder.weights.stream import write_weights
-from llmc.tiny import tiny_model
+from llmc.tiny_model import tiny_model
 from tests.unit.builder.weights_of import Tensors
 
 

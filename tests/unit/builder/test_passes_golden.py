@@ -10,8 +10,9 @@ from llmc.builder.ir import parse_graph, parse_graphs
 from llmc.builder.operators import attrs_of
 from llmc.builder.pipeline import apply
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.recipe import parse
 from tests.golden.goldens import FOLDER, PASSES, after, before
 
 #: Passes whose result is no input for them again.

@@ -16,8 +16,9 @@ from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.pipeline import CompileOptions, run, stages
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import evaluate, parse
+from llmc.builder.weights.recipe import parse
 from tests.unit.builder.graphs import VOCAB, random_model
 from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
 

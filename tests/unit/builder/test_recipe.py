@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llmc.artifacts.types import FP8_MAX
+from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.recipe import (
     Buffer,
     Cast,
@@ -23,8 +24,6 @@ from llmc.builder.weights.recipe import (
     Slice,
     StoredTensor,
     Transpose,
-    evaluate,
-    infer,
     parse,
     picked,
     sliced,

@@ -19,8 +19,8 @@ from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.pipeline import CompileOptions
 from llmc.builder.trace import trace
 from llmc.builder.verify import Verifier
+from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.fp8 import quantize_fp8
-from llmc.builder.weights.recipe import evaluate
 from llmc.builder.weights.rounded import RoundedWeights, RoundedWriter, scale_name, weight_name
 from tests.models import save_checkpoint
 from tests.unit.builder.weights_of import Tensors, params_of

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from llmc.artifacts.errors import CheckpointError
 from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.errors import ErrorMeter
+from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.placement import ALIGN, Stored, place, stored_form
-from llmc.builder.weights.recipe import Leaf, evaluate, infer, parse
+from llmc.builder.weights.recipe import Leaf, parse
 from llmc.builder.weights.stream import BLOCK, KEPT, rows, write_weights
 
 F8 = NUMPY_DTYPES["f8e4m3"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llmc.builder.weights.recipe import Buffer, Leaf, evaluate, parse
+from llmc.builder.weights.evaluation import evaluate
+from llmc.builder.weights.recipe import Buffer, Leaf, parse
 
 
 class Tensors:

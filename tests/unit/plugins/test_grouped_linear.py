@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.weights.recipe import apply, parse
+from llmc.builder.weights.evaluation import apply
+from llmc.builder.weights.recipe import parse
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.grouped_linear import Attrs, infer, reference

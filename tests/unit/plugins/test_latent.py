@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.weights.recipe import apply, parse
+from llmc.builder.weights.evaluation import apply
+from llmc.builder.weights.recipe import parse
 from llmc.plugins import OPERATORS, cpu_launch
 from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.latent_attention.cpu import layer_bytes, scratch_bytes
