@@ -85,6 +85,29 @@ class _CountsAreTold(TorchFunctionMode):
         return self.positions[0].to(result.dtype)
 
 
+class _ConstantsStayReal(TorchFunctionMode):
+    """Keeps the values of what a model's forward makes of Python numbers, for a device that holds none: `torch.tensor`
+    makes them on the CPU and moves them then, lists that index a tensor likewise.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0] if args else None, torch.Tensor):
+            device = kwargs.pop("device", None)
+            made = func(*args, **kwargs)
+            return made if device is None else made.to(device)
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            items = index if isinstance(index, tuple) else (index,)
+            args = (tensor, tuple(self._indices(item, tensor.device) for item in items))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _indices(item: Any, device: torch.device) -> Any:
+        plain = isinstance(item, list) and item and all(type(n) is int for n in item)
+        return torch.tensor(item).to(device) if plain else item
+
+
 class _Ragged(torch.nn.Module):
     """The model as a function of ids, positions and the rows whose logits are wanted. `positioned`: the model is told
     positions; one that is not may count its tokens, or only carry states.
@@ -97,10 +120,11 @@ class _Ragged(torch.nn.Module):
         self._options = options
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if self.positioned:
-            return self.model(input_ids=ids, logits_to_keep=rows, position_ids=positions, **self._options).logits
-        with _CountsAreTold(ids, positions):
-            return self.model(input_ids=ids, logits_to_keep=rows, **self._options).logits
+        with _ConstantsStayReal():
+            if self.positioned:
+                return self.model(input_ids=ids, logits_to_keep=rows, position_ids=positions, **self._options).logits
+            with _CountsAreTold(ids, positions):
+                return self.model(input_ids=ids, logits_to_keep=rows, **self._options).logits
 
 
 def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> Exported:
