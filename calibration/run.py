@@ -38,8 +38,8 @@ from llmc.builder.weights.rounded import RoundedWriter
 from llmc.calibration.data import Progress, Samples, documentation, read_samples
 
 RECIPE = (
-    "FP8 E4M3, weights by output channel: error-compensated rounding (GPTQ, asymmetric, columns by energy, scales by "
-    "search), each layer on the inputs that the rounded ones before it give; output head unquantized"
+    "FP8 E4M3, weights by output channel: error-compensated rounding (GPTQ, columns by energy, scales by search), each "
+    "layer on the inputs that the rounded ones before it give; output head unquantized"
 )
 #: Samples of the calibration and tokens of each, unless activations would take more memory than this.
 _SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20

@@ -116,10 +116,9 @@ class _Streams:
 
     def _round(self, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
-        wanted, seen = y[0][self.real], shared.seen[self.real]
-        rounded = compensate(weight, shared.hessian(), wanted.T @ seen / len(seen))
+        rounded = compensate(weight, shared.hessian())
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
-        fitted = fit_rows(rounded, wanted, y[1][self.real])
+        fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
         return fitted
 
