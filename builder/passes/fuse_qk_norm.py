@@ -2,7 +2,8 @@
 
 Comes in: `rope_cache` whose query and key come from `rms_norm` or `layer_norm`. Goes out: `rope_cache` with the norms'
 weights (and biases) as its last inputs. Must not know: families. Runs before fuse_rotary, for norms of what is rotated
-already, and after it, for norms before the rotation.
+already, and after it, for norms before the rotation. Layers without a rotation match the first time; those of the same
+model with one may have to wait for the second.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ class _Norm:
 def fuse_qk_norm(graph: Graph) -> tuple[Graph, PassReport]:
     """Moves norms into `rope_cache`, where queries and keys both have one, of one kind and with one epsilon."""
     view, edit = View(graph), Edit(graph)
-    matched, missed = [], []
+    matched: list[str] = []
+    missed: list[str] = []
+    other: list[str] = []
     for node in graph:
-        if node.op != "rope_cache" or node.attrs.has_norm:
+        if node.op != "rope_cache":
+            continue
+        if node.attrs.has_norm or _is_rotated(view, node):
+            other.append(node.path)
+        if node.attrs.has_norm:
             continue
         query, key = (_norm(view, node, name) for name in node.inputs[:2])
         if query and key and query.alike(key):
@@ -47,7 +54,12 @@ def fuse_qk_norm(graph: Graph) -> tuple[Graph, PassReport]:
         elif query or key:
             missed.append(node.path)
     after = edit.finish()
-    return after, report_places("fuse_qk_norm", graph, after, matched, missed)
+    return after, report_places("fuse_qk_norm", graph, after, matched, missed, other)
+
+
+def _is_rotated(view: View, node: Node) -> bool:
+    """Whether queries come from a rotation that is operators still: fuse_rotary sees to those."""
+    return not node.attrs.rotary and reads_positions(view, node.inputs[0])
 
 
 def _norm(view: View, node: Node, flat: str) -> _Norm | None:

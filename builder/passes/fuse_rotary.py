@@ -46,7 +46,10 @@ def fuse_rotary(graph: Graph) -> tuple[Graph, PassReport]:
     view, edit = View(graph), Edit(graph)
     matched, missed, without = [], [], []
     for node in graph:
-        if node.op != "rope_cache" or node.attrs.rotary or (node.attrs.has_norm and not node.attrs.norm_last):
+        if node.op != "rope_cache" or node.attrs.rotary:
+            continue
+        if node.attrs.has_norm and not node.attrs.norm_last:  # a norm of what depends on no position
+            without.append(node.path)
             continue
         query, key = (_rotation(view, name) for name in node.inputs[:2])
         if query and key and query.alike(key):

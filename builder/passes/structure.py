@@ -2,15 +2,16 @@
 
 Comes in: a graph, module paths. Goes out: `Structure`. Must not know: passes, families, what a module computes.
 
-Modules are alike if their paths differ in the layer number alone and the tensors below them have the same names, shapes
-and dtypes. So a layer with experts is not held against one without, nor one kept in bf16 against one in FP8; but two
-layers whose tensors are the same and whose computation differs are.
+Modules are alike if their paths differ in the layer number alone and the weights that they and the modules below them
+read have the same names, shapes and dtypes. What a module reads is known by where its weights entered the graph, as
+names in a checkpoint may have other paths than modules. So a layer with experts is not held against one without, nor
+one kept in bf16 against one in FP8; but two layers whose tensors are the same and whose computation differs are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import LAYER, Graph, layer_of
@@ -31,10 +32,9 @@ class Structure:
         for node in graph:
             if node.op == "param":
                 for leaf in leaves(parse(node.attrs.recipe)):
-                    self._add(leaf.name, node.type)
+                    self._add([*node.path.split("."), leaf.name.rpartition(".")[2]], node.type)
 
-    def _add(self, tensor: str, kind: TensorType) -> None:
-        parts = tensor.split(".")
+    def _add(self, parts: Sequence[str], kind: TensorType) -> None:
         for depth in range(1, len(parts)):
             self._below[".".join(parts[:depth])].add((".".join(parts[depth:]), kind))
 

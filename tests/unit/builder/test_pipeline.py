@@ -107,6 +107,7 @@ def compare(result: Compiled, values: Callable[[str], np.ndarray], model: torch.
         ("glm", 10.0),  # interleaved and partial rotation, tables in another form
         ("olmo2", 14.0),  # norms over all heads of q and k: generic code, linears that every rank computes whole
         ("smollm3", 8.0),  # some layers without rotation
+        ("exaone4", 10.0),  # norms of each head of q and k, rotated in some layers only
     ],
 )
 def test_families_that_nobody_thought_of_compile_too(kind: str, per_layer: float) -> None:
