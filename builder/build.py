@@ -94,7 +94,8 @@ def run_stages(
     stop_after: str,
 ) -> None:
     """Traces the model and runs its passes up to `stop_after`, and nothing else. Raises LlmcError."""
-    traced = _traced(checkpoint, options, progress)
+    profile = _profile(checkpoint, options, load_target(options.target))
+    traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
         compile_options = _compile_options(checkpoint, options, table, traced)
         for stage in pipeline.stages(traced.graph, compile_options, stop_after):
@@ -171,7 +172,7 @@ def _front(
     progress: Progress,
     watch: Watch = lambda stage: None,
 ) -> _Front:
-    traced = _traced(checkpoint, options, progress)
+    traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
         compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, traced), watch)
     with progress.stage("lower"):
@@ -185,10 +186,11 @@ def _front(
     return _Front(traced, compiled, lowered, quantization.scheme if quantization and quantization.linears else None)
 
 
-def _traced(checkpoint: Checkpoint, options: BuildOptions, progress: Progress) -> Traced:
+def _traced(checkpoint: Checkpoint, options: BuildOptions, profile: ShapeProfile, progress: Progress) -> Traced:
     with progress.stage("trace"):
         folder = default_folder("traces")
-        traced, reused = cached_trace(checkpoint, ObjectCache(folder, suffix=".trace") if options.cache else None)
+        cache = ObjectCache(folder, suffix=".trace") if options.cache else None
+        traced, reused = cached_trace(checkpoint, cache, profile.max_seq_len)
         if reused:
             progress.reused.append("trace")
     return traced

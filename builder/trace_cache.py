@@ -3,8 +3,9 @@ again.
 
 Comes in: a `Checkpoint`, a cache. Goes out: `Traced`. Must not know: passes, what a graph is for.
 
-A trace depends on the config, on the stored tensors' names and shapes, and on torch, transformers and llmc; no weight
-is looked at. The graph's text form reads back as the same graph, so a plan's bytes do not depend on the cache.
+A trace depends on the config (with some rules for rotary frequencies, also on the longest sequence of the profile), on
+the stored tensors' names and shapes, and on torch, transformers and llmc; no weight is looked at. The graph's text form
+reads back as the same graph, so a plan's bytes do not depend on the cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from llmc.builder.ir import parse_graph
 from llmc.builder.operators import attrs_of
 from llmc.builder.sources import sources_digest
 from llmc.builder.trace import Traced, trace
+from llmc.builder.trace.frequencies import may_depend_on_length
 
 
 class _Array(msgspec.Struct, frozen=True):
@@ -43,23 +45,24 @@ class _Entry(msgspec.Struct, frozen=True):
     eager_launches_per_layer: float
 
 
-def cached_trace(checkpoint: Checkpoint, cache: ObjectCache | None) -> tuple[Traced, bool]:
+def cached_trace(checkpoint: Checkpoint, cache: ObjectCache | None, longest: int) -> tuple[Traced, bool]:
     """What `trace` gives, and whether it was there already. Raises what `trace` raises, which is not remembered."""
     if cache is None:
-        return trace(checkpoint), False
-    key = _key(checkpoint)
+        return trace(checkpoint, longest), False
+    key = _key(checkpoint, longest)
     found = cache.get(key)
     if found is not None:
         return _read(found), True
-    made = trace(checkpoint)
+    made = trace(checkpoint, longest)
     cache.put(key, _write(made))
     cache.prune()
     return made, False
 
 
-def _key(checkpoint: Checkpoint) -> str:
+def _key(checkpoint: Checkpoint, longest: int) -> str:
     parts = {
         "config": checkpoint.config,
+        "longest": longest if may_depend_on_length(checkpoint.config) else None,
         "tensors": {name: [str(info.dtype), list(info.shape)] for name, info in checkpoint.tensors.items()},
         "libraries": [version(name) for name in ("numpy", "torch", "transformers")],
         "llmc": sources_digest(("artifacts", "plugins", "builder")),

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from llmc.artifacts.errors import LlmcError, UnsupportedError
 from llmc.builder.naming import parameter_recipes
 from llmc.builder.reference import parameter_names
-from llmc.builder.trace import expert_loop, experts_hook, written_out
+from llmc.builder.trace import expert_loop, experts_hook, frequencies, written_out
 from llmc.builder.trace.counted import counted_tokens
 from llmc.builder.trace.hook import IMPLEMENTATION
 from llmc.builder.trace.places import innermost
@@ -127,9 +127,12 @@ class _Ragged(torch.nn.Module):
                 return self.model(input_ids=ids, logits_to_keep=rows, **self._options).logits
 
 
-def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> Exported:
-    """Builds the model and exports it; `tensors` are the shapes of what is stored. Raises UnsupportedError with the
-    reason where either fails, CheckpointError for tensors that cannot become the model's parameters.
+def export(
+    config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None, longest: int | None = None
+) -> Exported:
+    """Builds the model and exports it; `tensors` are the shapes of what is stored, `longest` the most tokens of a
+    sequence, where they are fewer than the model can take. Raises UnsupportedError with the reason where either fails,
+    CheckpointError for tensors that cannot become the model's parameters.
     """
     config = copy.deepcopy(config)
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -138,7 +141,7 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
         raise UnsupportedError("config.json: quantization_config: give the checkpoint before quantization")
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     try:
-        model, buffers, program, positioned = _traced(config)
+        model, buffers, program, positioned = _traced(config, longest)
         stored = None if tensors is None else parameter_recipes(model, tensors)
     except LlmcError:
         raise
@@ -148,13 +151,13 @@ def export(config: PretrainedConfig, tensors: Mapping[str, Sequence[int]] | None
     return Exported(program, type(model).__name__, buffers, names, stored, positioned)
 
 
-def _traced(config: Any) -> _Built:
+def _traced(config: Any, longest: int | None) -> _Built:
     """`_build` with our attention; where the model does not call it, with its own, recognised by what it computes. The
     model's masks and tables may bound the tokens then, which means nothing for what is served.
     """
     failure: Exception | None = None
     try:
-        built = _build(config, IMPLEMENTATION, _MANY)
+        built = _build(config, IMPLEMENTATION, _MANY, longest)
         if not written_out.writes_out(built[2]):
             return built
     except LlmcError:
@@ -162,18 +165,18 @@ def _traced(config: Any) -> _Built:
     except Exception as error:  # a model that looks its attention up, or needs a mask
         failure = error
     try:
-        built = _build(config, "eager", _FEW)
+        built = _build(config, "eager", _FEW, longest)
     except Exception as error:
         raise failure or error from None
     _, buffers, program, _ = built
     if failure and not written_out.writes_out(program):
         raise failure
-    written_out.replace(program, buffers, _longest(config))
+    written_out.replace(program, buffers, _widest(config))
     return built
 
 
-def _build(config: Any, attention: str, most: int) -> _Built:
-    """The model with that attention function, exported for up to `most` tokens."""
+def _build(config: Any, attention: str, most: int, longest: int | None) -> _Built:
+    """The model with that attention function, exported for up to `most` tokens, to serve sequences of `longest`."""
     with no_init_weights(), _ParametersOnMeta():
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
@@ -183,13 +186,14 @@ def _build(config: Any, attention: str, most: int) -> _Built:
         ).eval()
     for module in filter(expert_loop.loops_over_experts, model.modules()):
         module.forward = expert_loop.grouped_forward(module)
+    frequencies.fix(model, longest)
     buffers = dict(model.named_buffers())
     model.to("meta")
     model.tie_weights()
     return model, buffers, *_export(model, most)
 
 
-def _longest(config: Any) -> int:
+def _widest(config: Any) -> int:
     """The largest window that the config names, in any of its fields."""
     fields = config.to_dict().items()
     return max((v for k, v in fields if ("window" in k or "chunk" in k) and isinstance(v, int)), default=0)

@@ -56,17 +56,18 @@ class Traced:
     eager_launches_per_layer: float
 
 
-def trace(checkpoint: Checkpoint) -> Traced:
-    """Traces a checkpoint's model. Raises UnsupportedError, naming operator, module and source line, or CheckpointError
-    where the checkpoint lacks a tensor that its config asks for, or has it in another shape.
+def trace(checkpoint: Checkpoint, longest: int | None = None) -> Traced:
+    """Traces a checkpoint's model, for sequences of up to `longest` tokens (None: of what its config allows). Raises
+    UnsupportedError, naming operator, module and source line, or CheckpointError where the checkpoint lacks a tensor
+    that its config asks for, or has it in another shape.
     """
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    return trace_model(checkpoint.hf_config(), shapes)
+    return trace_model(checkpoint.hf_config(), shapes, longest)
 
 
-def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None) -> Traced:
+def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None, longest: int | None = None) -> Traced:
     """Traces the causal language model of a config; `tensors` None: every parameter counts as stored."""
-    exported = export(config, tensors)
+    exported = export(config, tensors, longest)
     emitter = Emitter(exported, tensors)
     outputs = _walk(exported, emitter)
     read = {name for node in emitter.nodes for name in node.inputs}

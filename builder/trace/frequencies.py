@@ -1,0 +1,56 @@
+"""Rotary frequencies that depend on how long a sequence is, fixed for the longest that is served.
+
+Comes in: a model before it is exported, the longest sequence. Goes out: the same model, whose rotary modules no longer
+look at positions to choose. Must not know: any model family; the rules are transformers' own, by `rope_type`.
+
+transformers chooses anew for each call, by the largest position in it. Keys that a cache holds were rotated by what was
+chosen when they were computed, so an engine chooses once, as vLLM does: LongRoPE (arXiv 2402.13753) takes its long
+factors where the longest sequence exceeds `original_max_position_embeddings`, its short ones otherwise; dynamic NTK
+scaling, whose base grows beyond `max_position_embeddings`, keeps its base, as nothing longer is served. Engine and
+transformers differ where long factors are served to a sequence that is still short: a profile with
+`max_seq_len: <original_max_position_embeddings>` builds an engine with the short ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+#: The rules that choose by length.
+_BY_LENGTH = ("dynamic", "longrope")
+#: Those that are known not to.
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def may_depend_on_length(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names a rule that is not known to be fixed, in any of its fields.
+
+    Older configs call the rule `type`.
+    """
+    return any(
+        may_depend_on_length(value)
+        if isinstance(value, Mapping)
+        else key in ("rope_type", "type") and value not in _FIXED
+        for key, value in config.items()
+    )
+
+
+def fix(model: torch.nn.Module, longest: int | None) -> None:
+    """Gives rotary modules the frequencies for sequences of up to `longest` tokens; None: of what the config allows."""
+    for module in model.modules():
+        rule = getattr(module, "rope_type", None)
+        rules = rule if isinstance(rule, dict) else {None: rule}
+        chosen = {layer_type: kind for layer_type, kind in rules.items() if kind in _BY_LENGTH}
+        for layer_type, kind in chosen.items():
+            config: Any = module.config
+            length = longest or config.max_position_embeddings
+            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
+            with torch.no_grad():
+                getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq").copy_(frequencies)
+        if chosen:
+            module.forward = MethodType(inspect.unwrap(type(module).forward), module)

@@ -1,0 +1,78 @@
+"""Rotary frequencies that depend on the length of a sequence are those of the longest that is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.builder.interpreter import Batch, run
+from llmc.builder.trace import trace_model
+from llmc.builder.trace.frequencies import may_depend_on_length
+from tests.models import tiny_config, tiny_model
+from tests.unit.builder.weights_of import model_tensors, params_of
+
+#: `original_max_position_embeddings`.
+ORIGINAL = 32
+
+
+def rope(family: str, kind: str) -> dict[str, Any]:
+    config = tiny_config(family)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    factors = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [1.5 + i for i in range(head_dim // 2)]}
+    scaling = {"longrope": {**factors, "original_max_position_embeddings": ORIGINAL}, "dynamic": {"factor": 2.0}}
+    lengths = {"original_max_position_embeddings": ORIGINAL} if kind == "longrope" else {}
+    return {
+        **lengths,
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": 1.0, **scaling[kind]},
+    }
+
+
+def logits(family: str, overrides: dict[str, Any], tokens: int, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """[tokens, V] of what is compiled for sequences of `longest`, and of transformers."""
+    model = tiny_model(family, **overrides)
+    traced = trace_model(tiny_config(family, **overrides), longest=longest)
+    ids = [5 + i * 37 % 90 for i in range(tokens)]
+    with torch.no_grad():
+        want = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    inputs, context = Batch(traced.graph, capacities=(tokens,)).step([ids], rows="all")
+    (have,) = run(traced.graph, inputs, context, params_of(model_tensors(model, traced.buffers)))
+    return have.reshape(want.shape), want
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "family", "tokens", "longest"),
+    [
+        ("longrope", "phi3", ORIGINAL - 8, ORIGINAL),  # short factors, as everywhere in what is served
+        ("longrope", "phi3", ORIGINAL + 8, None),  # long ones
+        ("dynamic", "llama", ORIGINAL + 8, None),
+    ],
+)
+def test_what_transformers_chooses_for_the_longest_sequence(
+    kind: str, family: str, tokens: int, longest: int | None
+) -> None:
+    have, want = logits(family, rope(family, kind), tokens, longest)
+    np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_long_factors_are_those_of_short_sequences_too() -> None:
+    """Where transformers would take the short ones: an engine chooses once."""
+    have, want = logits("phi3", rope("phi3", "longrope"), ORIGINAL - 8, None)
+    assert np.abs(have - want).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("config", "depends"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3"}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, True),
+        ({"rope_scaling": {"type": "su"}}, True),
+        ({"rope_scaling": None}, False),
+    ],
+)
+def test_configs_that_name_such_a_rule(config: dict[str, Any], depends: bool) -> None:
+    assert may_depend_on_length(config) == depends
