@@ -125,7 +125,7 @@ def test_model_info_unites_the_ends_of_all_three_files(saved: Path, tmp_path: Pa
     (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     info = open_checkpoint(copy).model_info()
     assert info.eos_token_ids == (1, 2, 4, 9)
-    assert (info.name, info.model_type, info.architecture) == ("tiny-llama", "llama", "LlamaForCausalLM")
+    assert (info.name, info.model_type, info.architecture) == ("llama-0.1M", "llama", "LlamaForCausalLM")
     assert (info.vocab_size, info.max_position_embeddings, info.bos_token_id, info.add_bos) == (300, 256, 0, True)
 
 
