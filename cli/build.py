@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16")
 KV_DTYPES = ("f32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
-_OF_DRY_RUN = frozenset({"model", "fp8", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json"})
+_OF_DRY_RUN = frozenset(
+    {"model", "fp8", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json", "config"}
+)
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset(
-    {"model", "fp8", "dtype", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes", "dump", "stop_after"}
-)
+    {
+        "model", "fp8", "dtype", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes", "dump", "stop_after",
+        "config",
+    }
+)  # fmt: skip
 
 
 @click.command(name="build")

@@ -82,8 +82,8 @@ def test_a_config_of_another_shape_or_with_more_layers(checkpoint: Path) -> None
     refused(build(checkpoint), CHECKPOINT, "layers.2")
 
 
-def test_more_ranks_than_kv_heads(checkpoint: Path) -> None:
-    refused(build(checkpoint, "--tp", 4), UNSUPPORTED, "4", "3")
+def test_more_ranks_than_heads(checkpoint: Path) -> None:
+    refused(build(checkpoint, "--tp", 10), UNSUPPORTED, "10", "9")
 
 
 @pytest.mark.parametrize(
