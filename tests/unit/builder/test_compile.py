@@ -171,9 +171,7 @@ def test_a_killed_compiler_is_not_called_a_defect(sources, tmp_path: Path) -> No
 
 def test_a_cache_that_cannot_be_written_says_where(sources, toolchain: Toolchain, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        EnvironmentFault, match=r"cannot (read|write) compiled objects in .*file/objects.*XDG_CACHE_HOME"
-    ):
+    with pytest.raises(EnvironmentFault, match=r"cannot (read|write) the cache .*file/objects.*XDG_CACHE_HOME"):
         Compiler(toolchain, TARGET, ObjectCache(tmp_path / "file" / "objects")).libraries(sources[:1])
 
 
