@@ -62,7 +62,8 @@ def absorb_latent(graph: Graph) -> tuple[Graph, PassReport]:
             missed.append(node.path)
             notes.append(f"attention @{node.path}: the cache holds heads expanded from their latent: {reason}")
     after = edit.finish()
-    done = report_places("absorb_latent", graph, after, matched, missed)
+    # Those with a reason are named by it, and may stand beside layers that are absorbed.
+    done = report_places("absorb_latent", graph, after, matched, missed, missed)
     return after, PassReport(**{**vars(done), "notes": tuple(notes)})
 
 
