@@ -11,7 +11,7 @@ from tests.perf.memory import STEPS, Shape, make_checkpoint, measure
 
 #: Of hidden size 1024 and 20 layers: 0.3 GB in bf16, 0.6 GB at float32.
 SHAPE = Shape(0.3e9, hidden=1024, ffn=2048, vocab=4096, heads=8)
-BOUND = 0.45e9
+BOUND = 0.55e9
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("step", STEPS)  # in this order: the last builds with the table of the one before
 def test_a_step_stays_below_the_model_itself(folder: Path, step: str) -> None:
     found = measure(step, folder / "model", folder, resident=0)
