@@ -146,8 +146,10 @@ def format_node(node: Node) -> str:
 
 def _literal(value: Any) -> str:
     """`repr`, but infinity as a number that overflows to it: `inf` is no literal."""
-    text = repr(value)
-    return re.sub(r"\binf\b", "1e999", text) if isinstance(value, float | tuple) else text
+    if isinstance(value, tuple):
+        parts = [_literal(part) for part in value]
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    return repr(value).replace("inf", "1e999") if isinstance(value, float) else repr(value)
 
 
 _HEAD = re.compile(r"graph (\S+) rank=(\d+) tp=(\d+) \{")

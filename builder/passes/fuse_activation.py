@@ -52,8 +52,8 @@ def _halves(view: View, gate: str, up: str) -> Node | None:
     if linear is None or not _open(linear) or not all(view.only_user(name) for name in (gate, up)):
         return None
     half = size_of(linear.type.shape[1]) // 2
-    kept = [(c.attrs.start, c.attrs.stop) for c in cuts if c]
-    return linear if kept == [(0, half), (half, 2 * half)] else None
+    kept = [(c.attrs.start, c.attrs.stop, c.attrs.step) for c in cuts if c]
+    return linear if kept == [(0, half, 1), (half, 2 * half, 1)] else None
 
 
 def _with_epilogue(view: View, edit: Edit, node: Node, linear: Node, epilogue: str) -> Node:

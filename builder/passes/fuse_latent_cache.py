@@ -3,12 +3,13 @@
 Comes in: `latent_cache` whose latent comes from `rms_norm` and whose query and key parts are rotated. Goes out: the
 same operator with the norm's weight and cos and sin of each pair as inputs. Must not know: where frequencies come from.
 
-Only the pairs that a rotation turns matter: models write the turned pairs as halves or side by side, but a score is the
-sum over all of them, of query and key alike.
+Which pairs a rotation turns matters, and not where it leaves them: models write the turned pairs as halves or side by
+side, but a score is the sum over all of them, of query and key alike, if both have them in one order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,24 +22,27 @@ _A, _B, _X, _COS, _SIN = Value("a"), Value("b"), Value("x"), Value("cos"), Value
 _FIRST = op("sub", op("mul", _A, _COS), op("mul", _B, _SIN))
 _SECOND = op("add", op("mul", _B, _COS), op("mul", _A, _SIN))
 #: The turned pairs, first elements before second ones or side by side.
-_PAIRS = op("concat", _FIRST, _SECOND)
-_SIDE_BY_SIDE = op("reshape", op("concat", op("reshape", _FIRST), op("reshape", _SECOND)))
+_PAIRS = op("concat", _FIRST, _SECOND, bind="joined")
+_SIDE_BY_SIDE = op("reshape", op("concat", op("reshape", _FIRST), op("reshape", _SECOND), bind="joined"))
 _LOW, _HIGH = op("slice", _X, bind="low"), op("slice", _X, bind="high")
-_WHOLE = op("add", op("mul", _X, _COS), op("mul", op("concat", op("neg", _HIGH), _LOW), _SIN))
+_WHOLE = op("add", op("mul", _X, _COS), op("mul", op("concat", op("neg", _HIGH), _LOW, bind="joined"), _SIN))
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """The value before it, the tables [T, R/2] (of which `halved`: the first half of [T, R]), and the pairs' style."""
+    """The value before it, the tables [T, R/2] (of which `halved`: the first half of [T, R]), the pairs' style before
+    the rotation, and whether they lie side by side behind it.
+    """
 
     source: str
     cos: str
     sin: str
     halved: bool
     style: str
+    side_by_side: bool
 
-    def tables(self) -> tuple[str, str, bool, str]:
-        return self.cos, self.sin, self.halved, self.style
+    def alike(self, other: _Rotation) -> bool:
+        return dataclasses.replace(self, source=other.source) == other
 
 
 def fuse_latent_cache(graph: Graph) -> tuple[Graph, PassReport]:
@@ -50,7 +54,7 @@ def fuse_latent_cache(graph: Graph) -> tuple[Graph, PassReport]:
         if node.op != "latent_cache" or node.attrs.style is not None or node.attrs.norm_eps is not None:
             continue
         query, key = _rotation(view, node.inputs[0]), _rotation(view, node.inputs[2])
-        rotated = (query, key) if query and key and query.tables() == key.tables() else None
+        rotated = (query, key) if query and key and query.alike(key) else None
         norm = view.producer(node.inputs[1], "rms_norm")
         if norm is not None and (view.only_user(norm.outputs[0]) is not node or norm.attrs.residual):
             norm = None
@@ -69,20 +73,27 @@ def _rotation(view: View, flat: str) -> _Rotation | None:
         for pattern in (_PAIRS, _SIDE_BY_SIDE):
             found = first(view, pattern, value)
             if found:
-                return _of_pairs(view, found)
+                return _of_pairs(view, found, pattern is _SIDE_BY_SIDE)
         found = first(view, _WHOLE, value)
         if found:
             return _of_halves(view, found)
     return None
 
 
-def _of_pairs(view: View, found: Bindings) -> _Rotation | None:
+def _along_last(node: Node) -> bool:
+    """Whether a slice or a concat goes along the last axis."""
+    return node.attrs.axis in (-1, node.types[0].rank - 1)
+
+
+def _of_pairs(view: View, found: Bindings, side_by_side: bool) -> _Rotation | None:
     a, b = (view.producer(found[name], "slice") for name in "ab")
-    if a is None or b is None or a.inputs != b.inputs:
+    joined = found["joined"]
+    if a is None or b is None or a.inputs != b.inputs or not all(map(_along_last, (a, b, joined))):
+        return None
+    if side_by_side and joined.type.shape != (*a.type.shape, 2):
         return None
     source = a.inputs[0]
-    kind = view.types[source]
-    rope, last = size_of(kind.shape[-1]), (-1, kind.rank - 1)
+    rope = size_of(view.types[source].shape[-1])
     cuts = [(s.attrs.start, s.attrs.stop, s.attrs.step) for s in (a, b)]
     styles = {
         "half": [(0, rope // 2, 1), (rope // 2, rope, 1)],
@@ -90,9 +101,9 @@ def _of_pairs(view: View, found: Bindings) -> _Rotation | None:
     }
     style = next((name for name, wanted in styles.items() if cuts == wanted), None)
     tables = [_table(view, found[name], rope // 2) for name in ("cos", "sin")]
-    if style is None or a.attrs.axis not in last or b.attrs.axis not in last or None in tables:
+    if style is None or None in tables:
         return None
-    return _Rotation(source, str(tables[0]), str(tables[1]), False, style)
+    return _Rotation(source, str(tables[0]), str(tables[1]), False, style, side_by_side)
 
 
 def _of_halves(view: View, found: Bindings) -> _Rotation | None:
@@ -101,9 +112,11 @@ def _of_halves(view: View, found: Bindings) -> _Rotation | None:
     tables = [_table(view, found[name], rope) for name in ("cos", "sin")]
     if (low.start, low.stop, low.step, high.start, high.stop, high.step) != (0, rope // 2, 1, rope // 2, rope, 1):
         return None
+    if not all(_along_last(found[name]) for name in ("low", "high", "joined")):
+        return None
     if any(table is None or not _halves_alike(view, table) for table in tables):
         return None
-    return _Rotation(found["x"], str(tables[0]), str(tables[1]), True, "half")
+    return _Rotation(found["x"], str(tables[0]), str(tables[1]), True, "half", False)
 
 
 def _table(view: View, value: str, width: int) -> str | None:

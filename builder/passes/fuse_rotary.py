@@ -105,7 +105,7 @@ def _turns(found: Bindings, style: str, width: int) -> bool:
         return False
     if style == "half":
         return _cut(low) == (0, width // 2) and _cut(high) == (width // 2, width)
-    even = (low.attrs.start, low.attrs.step, high.attrs.start, high.attrs.step) == (0, 2, 1, 2)
+    even = [(n.attrs.start, n.attrs.step, n.attrs.axis in (-1, 2)) for n in (low, high)] == [(0, 2, True), (1, 2, True)]
     return even and found["turned"].types[0].shape[1:] == (*low.types[0].shape[1:], 2)
 
 

@@ -7,7 +7,7 @@ precision. Must not know: ranks; each rank's pieces are joined as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import TensorType
@@ -85,8 +85,8 @@ def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | No
     edit = Edit(view.graph)
     matched, missed = [], []
     for path, found in places:
-        linears = [n for n in found if n]
-        if len(linears) == len(found) and _alike(view, linears):
+        linears = list({n.out: n for n in found if n}.values())  # one that makes keys and values alike stands once
+        if all(found) and _alike(view, linears):
             for group in _by_precision(view, linears):
                 if len(group) > 1:
                     edit.before(group[0], *_join(view, edit, group))
@@ -142,9 +142,9 @@ def _join(view: View, edit: Edit, linears: Sequence[Node]) -> list[Node]:
     return nodes
 
 
-def _common(paths: object) -> str:
+def _common(paths: Iterable[str]) -> str:
     """`a.b.q_proj` and `a.b.k_proj` -> `a.b`; one path for all -> that path."""
-    parts = [str(p).split(".") for p in paths]  # type: ignore[attr-defined]
+    parts = [path.split(".") for path in paths]
     same = 0
     while all(len(p) > same and p[same] == parts[0][same] for p in parts):
         same += 1

@@ -6,13 +6,14 @@ Must not know: families, recipes.
 A region is a set of values of one width that elementwise nodes tie together: a cut through one is a cut through all.
 It can be divided if every value in it is made by a linear layer (of heads or of all), by attention or elementwise, and
 is read by a linear layer, by attention (as query, key or value), elementwise, or returned. Any other maker or reader
-needs it whole.
+needs it whole. Keys and values that ranks have in common (more ranks than KV heads) must be read by attention alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
@@ -221,8 +222,19 @@ class Regions:
     def _cut_at_heads(self, path: str, regions: Sequence[tuple[str, Sequence[Extent]]]) -> None:
         for name, extents in regions:
             mine = self._root(name)
+            if any(a.stop > b.start for a, b in pairwise(extents)) and not self._only_attended(mine):
+                self._whole.add(mine)
             if mine not in self._whole and self._extents.setdefault(mine, tuple(extents)) != tuple(extents):
                 raise UnsupportedError(f"{path}: %{name} is already divided in another way; only tp 1 works")
+
+    def _only_attended(self, root: str) -> bool:
+        """Whether nothing but attention reads the region: of columns that ranks have in common, neither the sum over
+        ranks nor what is returned would be right.
+        """
+        if any(self._root(name) == root for name in self.view.graph.outputs):
+            return False
+        readers = [node for node in self.view.graph if any(self._root(name) == root for name in node.inputs)]
+        return all(node.op == "rope_cache" or self._root(node.outputs[0]) == root for node in readers)
 
     def _assign_latent(self, node: Node) -> None:
         """Each rank has some heads of the queries and of the results; the cached latent is everybody's."""

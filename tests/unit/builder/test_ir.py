@@ -78,6 +78,18 @@ def test_several_outputs() -> None:
     assert [node.op for node in graph.users()["x"]] == ["rms_norm"]
 
 
+def test_infinity_is_written_as_a_number_and_strings_as_they_are() -> None:
+    values = Node(
+        "const", (), attrs_of("const")((float("inf"), -float("inf"), 1.0)), ("c",), (TensorType("f32", (3,)),)
+    )
+    attrs = attrs_of("rowwise")(steps=("an inf step",), results=("inf",))
+    rows = Node("rowwise", ("c",), attrs, ("r",), (TensorType("f32", (3,)),))
+    graph = Graph("g", (values, rows), ("r",))
+    assert "values=(1e999, -1e999, 1.0)" in str(graph)
+    assert "steps=('an inf step',), results=('inf',)" in str(graph)
+    assert parse_graph(str(graph), attrs_of) == graph
+
+
 HEAD = "graph g rank=0 tp=1 {\n  %x: f32[T,4] = input() {name='x'}\n"
 
 
