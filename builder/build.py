@@ -148,7 +148,7 @@ def compile_plan(
         if verdict.sections:
             manifest = writer.amend(verdict.sections)
         size = writer.temporary.stat().st_size
-        report = _report(out, size, manifest, memory, front, progress, verdict, parity)
+        report = _report(checkpoint, out, size, manifest, memory, front, progress, verdict, parity)
         if verdict.broken:
             raise GateError(
                 f"gate failed: {'; '.join(verdict.broken)}. Nothing was published; choose a precision that keeps more, "
@@ -160,7 +160,8 @@ def compile_plan(
 
 
 def _profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
-    return load_profile(options.profile, checkpoint.model_info().max_position_embeddings, target)
+    longest, limited = checkpoint.model_info().max_position_embeddings, checkpoint.longest is not None
+    return load_profile(options.profile, longest, target, limited)
 
 
 def _front(
@@ -349,7 +350,18 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
 
 
+def _length_note(checkpoint: Checkpoint, memory: MemoryPlan) -> str:
+    """What to know of `max_seq_len` where only the profile limits sequences; empty otherwise."""
+    if checkpoint.longest is not None:
+        return ""
+    return (
+        f"nothing in the checkpoint limits a sequence: this engine takes {memory.max_seq_len} tokens, "
+        "a profile with another max_seq_len fewer or more"
+    )
+
+
 def _report(
+    checkpoint: Checkpoint,
     out: Path,
     size: int,
     manifest: Manifest,
@@ -373,5 +385,6 @@ def _report(
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,
+        notes=tuple(filter(None, (front.traced.note, _length_note(checkpoint, memory)))),
         reused=tuple(progress.reused),
     )

@@ -56,8 +56,11 @@ def parameter_names(model: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
-def load_reference(checkpoint: Checkpoint, resident: int | None = None) -> Any:
+def load_reference(checkpoint: Checkpoint, resident: int | None = None, longest: int | None = None) -> Any:
     """The torch module with the checkpoint's weights as float32; raises CheckpointError for what does not fit.
+
+    With `longest`, rotary frequencies that depend on the length of a sequence are those of that many tokens, as in an
+    engine that serves them; without, transformers chooses anew in each pass.
 
     Where all weights together take more than `resident` bytes (None: RESIDENT), the large ones are read as the model
     runs.
@@ -66,6 +69,7 @@ def load_reference(checkpoint: Checkpoint, resident: int | None = None) -> Any:
     from torch import nn
 
     from llmc.builder.streamed import read_float32, stream_parameters
+    from llmc.builder.trace import frequencies
 
     with _parameters_on_meta():
         model = build_model(checkpoint, "cpu")
@@ -88,6 +92,8 @@ def load_reference(checkpoint: Checkpoint, resident: int | None = None) -> Any:
         for name, buffer in model.named_buffers():
             if name in recipes:
                 buffer.copy_(read_float32(checkpoint, recipes[name]))
+    if longest is not None:
+        frequencies.fix(model, longest)
     stream_parameters(model, checkpoint, {name: stored[names] for names in groups for name in names})
     return model.requires_grad_(False)
 

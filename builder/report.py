@@ -19,8 +19,9 @@ class BuildReport:
     as its child's. `launches_traced`: kernels a layer that an eager runner launches in a step; `launches_compiled`: of
     the rank that launches most. `launches_generic`: launches of a step in code for what no fused pattern claims, by
     operator. `quality`: what asking the finished engine gave, if it was. `parity`: how much of text handling was
-    compared with transformers'. `reused`: stages whose result an earlier build had made. `unchanged`: the plan already
-    was this build, whose report this is; the seconds are those of finding out.
+    compared with transformers'. `notes`: what the user should know of how this engine serves. `reused`: stages whose
+    result an earlier build had made. `unchanged`: the plan already was this build, whose report this is; the seconds
+    are those of finding out.
     """
 
     plan: str
@@ -36,6 +37,7 @@ class BuildReport:
     memory: MemoryPlan
     quality: dict[str, Any]
     parity: str
+    notes: tuple[str, ...] = ()
     reused: tuple[str, ...] = ()
     unchanged: bool = False
 
@@ -58,6 +60,7 @@ class BuildReport:
             ("of generic code", _generic(self.launches_generic)),
             ("tokenizer and chat", self.parity),
             *_quality_rows(self.quality),
+            *(("note", note) for note in self.notes),
         ]
 
     def _standing(self) -> str:

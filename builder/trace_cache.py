@@ -43,6 +43,7 @@ class _Entry(msgspec.Struct, frozen=True):
     buffers: dict[str, _Array]
     eager_launches: int
     eager_launches_per_layer: float
+    note: str
 
 
 def cached_trace(checkpoint: Checkpoint, cache: ObjectCache | None, longest: int) -> tuple[Traced, bool]:
@@ -75,7 +76,9 @@ def _write(made: Traced) -> bytes:
         name: _Array(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
         for name, value in made.buffers.items()
     }
-    entry = _Entry(str(made.graph), made.architecture, buffers, made.eager_launches, made.eager_launches_per_layer)
+    entry = _Entry(
+        str(made.graph), made.architecture, buffers, made.eager_launches, made.eager_launches_per_layer, made.note
+    )
     return msgspec.msgpack.encode(entry)
 
 
@@ -86,4 +89,4 @@ def _read(data: bytes) -> Traced:
         for name, value in entry.buffers.items()
     }
     graph = parse_graph(entry.graph, attrs_of)
-    return Traced(graph, entry.architecture, buffers, entry.eager_launches, entry.eager_launches_per_layer)
+    return Traced(graph, entry.architecture, buffers, entry.eager_launches, entry.eager_launches_per_layer, entry.note)

@@ -9,6 +9,7 @@ so far that a plan's bytes do not (barring a figure that lies on the edge betwee
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,7 @@ def require_judge(exam: Exam, features: Sequence[str], target: str) -> None:
 def examine(source: Source, path: Path, exam: Exam, progress: Progress) -> Verdict:
     """Runs the engine at `path`, if this machine can, beside the checkpoint's Hugging Face model at float32."""
     plan = Plan.open(path, verify=False)
+    source = dataclasses.replace(source, longest=plan.manifest.profile.max_seq_len)
     if not set(plan.manifest.target.features) <= machine_features():
         with progress.stage("golden"):
             golden = _golden_without_engine(source, plan)

@@ -13,16 +13,19 @@ from llmc.builder.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Source:
-    """The twin is loaded once, and only if something asks for it."""
+    """The twin is loaded once, and only if something asks for it. `longest`: tokens of the longest sequence that is
+    served; see `load_reference`.
+    """
 
     checkpoint: Checkpoint
+    longest: int | None = None
 
     @cached_property
     def reference(self) -> Any:
         """The torch module at float32."""
         from llmc.builder.reference import load_reference
 
-        return load_reference(self.checkpoint)
+        return load_reference(self.checkpoint, longest=self.longest)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text, with the BOS that the tokenizer itself adds."""

@@ -31,8 +31,12 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
-def load_profile(name_or_path: str | Path, max_position_embeddings: int, target: TargetDescription) -> ShapeProfile:
-    """The profile of a name, or of a file (anything with a suffix or a slash). Raises UsageError naming the field."""
+def load_profile(
+    name_or_path: str | Path, max_position_embeddings: int, target: TargetDescription, limited: bool = True
+) -> ShapeProfile:
+    """The profile of a name, or of a file (anything with a suffix or a slash). Not `limited`: the model takes sequences
+    of any length, and `max_position_embeddings` is only what auto means. Raises UsageError naming the field.
+    """
     path = _locate(str(name_or_path))
     fields = Fields.read(path, _KEYS)
     ranges = _ranges(fields)
@@ -40,7 +44,7 @@ def load_profile(name_or_path: str | Path, max_position_embeddings: int, target:
         name=path.stem,
         token_ranges=ranges,
         max_num_seqs=fields.integer("max_num_seqs", min(_DEFAULT_SEQS, ranges[-1].max)),
-        max_seq_len=_max_seq_len(fields, max_position_embeddings),
+        max_seq_len=_max_seq_len(fields, max_position_embeddings, limited),
         block_size=fields.integer("block_size", _DEFAULT_BLOCK),
         outside=fields.values.get("outside", "reject"),
     )
@@ -85,7 +89,7 @@ def _ranges(fields: Fields) -> tuple[TokenRange, ...]:
     return tuple(ranges)
 
 
-def _max_seq_len(fields: Fields, longest: int) -> int:
+def _max_seq_len(fields: Fields, longest: int, limited: bool) -> int:
     if fields.values.get("max_seq_len", "auto") == "auto":
         return longest
     if not isinstance(fields.values["max_seq_len"], int):
@@ -93,6 +97,6 @@ def _max_seq_len(fields: Fields, longest: int) -> int:
     wanted = fields.integer("max_seq_len")
     if wanted < 2:
         raise fields.fail("max_seq_len", "at least 2 are needed, for a prompt and an answer")
-    if wanted > longest:
+    if limited and wanted > longest:
         raise fields.fail("max_seq_len", f"the model's max_position_embeddings is {longest}, so that much at most")
     return wanted

@@ -24,7 +24,7 @@ __all__ = ["Checkpoint", "TensorInfo"]
 #: Fields of configs that limit the length of a sequence.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
             "context_length", "max_target_positions", "model_max_length")  # fmt: skip
-#: Tokens of a sequence where nothing limits it.
+#: Tokens of a sequence where neither the checkpoint nor a profile limits it.
 UNLIMITED = 2048
 
 
@@ -151,21 +151,23 @@ class Checkpoint:
             architecture=str((self.config.get("architectures") or ["unknown"])[0]),
             num_parameters=self._source.num_parameters,
             vocab_size=vocab_size,
-            max_position_embeddings=self._longest(config),
+            max_position_embeddings=self.longest or UNLIMITED,
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
             bos_token_id=next(iter(sorted(starts or tokenizer.bos)), None),
             add_bos=tokenizer.add_bos,
         )
 
-    def _longest(self, config: Any) -> int:
-        """How many tokens the model can take. Without a limit (ALiBi, recurrent) as many as the tokenizer says, or
-        `UNLIMITED`.
+    @cached_property
+    def longest(self) -> int | None:
+        """How many tokens a sequence may have: what the config says or, where it has no limit (ALiBi, recurrent), the
+        tokenizer; None where neither does. Raises what `hf_config` does, CheckpointError for what is no number.
         """
+        config = self.hf_config().get_text_config()
         for key in _LENGTHS:
             if getattr(config, key, None) is not None:
                 return _required(self.path, config, key)
         limit = self.tokenizer_config.get("model_max_length")
-        return limit if isinstance(limit, int) and 1 < limit < 1 << 31 else UNLIMITED
+        return limit if isinstance(limit, int) and 1 < limit < 1 << 31 else None
 
     def _ids(self, file: str, key: str, value: Any) -> frozenset[int]:
         """A token id, a list of them or None."""

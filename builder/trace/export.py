@@ -42,7 +42,7 @@ class Exported:
     """`program` takes ids and positions [1,T] and rows [S]. `buffers`: the values that the model computed for itself,
     by name. `names`: parameter name -> all names of that parameter (tied ones have several). `stored`: how parameters
     are made of the checkpoint's tensors, by any of their names; None where every parameter counts as stored.
-    `positioned`: the model takes positions.
+    `positioned`: the model takes positions. `note`: in what the program differs from the model, for the user.
     """
 
     program: torch.export.ExportedProgram
@@ -51,10 +51,11 @@ class Exported:
     names: dict[str, tuple[str, ...]]
     stored: dict[str, Recipe] | None
     positioned: bool
+    note: str
 
 
-#: A model, its buffers' values, its program, and whether it takes positions.
-_Built: TypeAlias = tuple[Any, dict[str, torch.Tensor], torch.export.ExportedProgram, bool]
+#: A model, its buffers' values, what `frequencies.fix` says, its program, and whether it takes positions.
+_Built: TypeAlias = tuple[Any, dict[str, torch.Tensor], str, torch.export.ExportedProgram, bool]
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -141,14 +142,14 @@ def export(
         raise UnsupportedError("config.json: quantization_config: give the checkpoint before quantization")
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     try:
-        model, buffers, program, positioned = _traced(config, longest)
+        model, buffers, note, program, positioned = _traced(config, longest)
         stored = None if tensors is None else parameter_recipes(model, tensors)
     except LlmcError:
         raise
     except Exception as error:  # third-party model code under a tracer: anything may come
         raise UnsupportedError(f"{_name_of(kind)} cannot be traced with ragged tokens: {_reason(error)}") from error
     names = parameter_names(model)
-    return Exported(program, type(model).__name__, buffers, names, stored, positioned)
+    return Exported(program, type(model).__name__, buffers, names, stored, positioned, note)
 
 
 def _traced(config: Any, longest: int | None) -> _Built:
@@ -158,7 +159,7 @@ def _traced(config: Any, longest: int | None) -> _Built:
     failure: Exception | None = None
     try:
         built = _build(config, IMPLEMENTATION, _MANY, longest)
-        if not written_out.writes_out(built[2]):
+        if not written_out.writes_out(built[3]):
             return built
     except LlmcError:
         raise
@@ -168,7 +169,7 @@ def _traced(config: Any, longest: int | None) -> _Built:
         built = _build(config, "eager", _FEW, longest)
     except Exception as error:
         raise failure or error from None
-    _, buffers, program, _ = built
+    _, buffers, _, program, _ = built
     if failure and not written_out.writes_out(program):
         raise failure
     written_out.replace(program, buffers, _widest(config))
@@ -186,11 +187,11 @@ def _build(config: Any, attention: str, most: int, longest: int | None) -> _Buil
         ).eval()
     for module in filter(expert_loop.loops_over_experts, model.modules()):
         module.forward = expert_loop.grouped_forward(module)
-    frequencies.fix(model, longest)
+    note = frequencies.fix(model, longest)
     buffers = dict(model.named_buffers())
     model.to("meta")
     model.tie_weights()
-    return model, buffers, *_export(model, most)
+    return model, buffers, note, *_export(model, most)
 
 
 def _widest(config: Any) -> int:

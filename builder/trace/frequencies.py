@@ -1,14 +1,15 @@
 """Rotary frequencies that depend on how long a sequence is, fixed for the longest that is served.
 
-Comes in: a model before it is exported, the longest sequence. Goes out: the same model, whose rotary modules no longer
-look at positions to choose. Must not know: any model family; the rules are transformers' own, by `rope_type`.
+Comes in: a model, the longest sequence. Goes out: the same model, whose rotary modules no longer look at positions to
+choose. Must not know: any model family; the rules are transformers' own, by `rope_type`.
 
 transformers chooses anew for each call, by the largest position in it. Keys that a cache holds were rotated by what was
 chosen when they were computed, so an engine chooses once, as vLLM does: LongRoPE (arXiv 2402.13753) takes its long
 factors where the longest sequence exceeds `original_max_position_embeddings`, its short ones otherwise; dynamic NTK
 scaling, whose base grows beyond `max_position_embeddings`, keeps its base, as nothing longer is served. Engine and
-transformers differ where long factors are served to a sequence that is still short: a profile with
-`max_seq_len: <original_max_position_embeddings>` builds an engine with the short ones.
+transformers differ where long factors are served to a sequence that is still short: the build says so (`note`), its
+gate compares with the model as served, and a profile with `max_seq_len: <original_max_position_embeddings>` builds an
+engine with the short ones.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ def may_depend_on_length(config: Mapping[str, Any]) -> bool:
     )
 
 
-def fix(model: torch.nn.Module, longest: int | None) -> None:
-    """Gives rotary modules the frequencies for sequences of up to `longest` tokens; None: of what the config allows."""
+def fix(model: torch.nn.Module, longest: int | None) -> str:
+    """Gives rotary modules the frequencies for sequences of up to `longest` tokens; None: of what the config allows.
+
+    Returns what the user should know, if short sequences would have others in transformers; else "".
+    """
+    note = ""
     for module in model.modules():
         rule = getattr(module, "rope_type", None)
         rules = rule if isinstance(rule, dict) else {None: rule}
@@ -50,7 +55,14 @@ def fix(model: torch.nn.Module, longest: int | None) -> None:
             config: Any = module.config
             length = longest or config.max_position_embeddings
             frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
+            short, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=1, layer_type=layer_type)
             with torch.no_grad():
                 getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq").copy_(frequencies)
+            if not torch.equal(frequencies, short):
+                note = (
+                    f"rotary frequencies ({kind}) are those of sequences of {length} tokens, in shorter ones as well, "
+                    "for which transformers takes others; a profile with a smaller max_seq_len has those"
+                )
         if chosen:
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)
+    return note

@@ -46,7 +46,8 @@ class Checkpoint(Protocol):
 class Traced:
     """`graph` takes ids i32[1,T], positions i32[1,T], rows i32[S] and returns logits f32[1,S,V]. `buffers` are the
     values of its `buffer(...)` recipes. `eager_launches` are the kernels that PyTorch would launch for one step without
-    compiling, `eager_launches_per_layer` those of modules inside a numbered layer, by layer.
+    compiling, `eager_launches_per_layer` those of modules inside a numbered layer, by layer. `note`: in what the graph
+    differs from the model, for the user; empty if in nothing.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Traced:
     buffers: dict[str, np.ndarray]
     eager_launches: int
     eager_launches_per_layer: float
+    note: str = ""
 
 
 def trace(checkpoint: Checkpoint, longest: int | None = None) -> Traced:
@@ -79,7 +81,7 @@ def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None,
         raise UnsupportedError(f"{exported.architecture}: {error}") from error
     _check_caches(exported, graph)
     launches, per_layer = _count(exported.program)
-    return Traced(graph, exported.architecture, emitter.buffers, launches, per_layer)
+    return Traced(graph, exported.architecture, emitter.buffers, launches, per_layer, exported.note)
 
 
 def _walk(exported: Exported, emitter: Emitter) -> tuple[str, ...]:

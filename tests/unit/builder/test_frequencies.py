@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.interpreter import Batch, run
-from llmc.builder.trace import trace_model
+from llmc.builder.reference import load_reference
+from llmc.builder.reference import logits as reference_logits
+from llmc.builder.trace import trace, trace_model
 from llmc.builder.trace.frequencies import may_depend_on_length
+from llmc.tiny_model import save_tiny
 from tests.models import tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
@@ -63,6 +68,19 @@ def test_long_factors_are_those_of_short_sequences_too() -> None:
     """Where transformers would take the short ones: an engine chooses once."""
     have, want = logits("phi3", rope("phi3", "longrope"), ORIGINAL - 8, None)
     assert np.abs(have - want).max() > 1e-2
+
+
+@pytest.mark.timeout(300)
+def test_the_reference_has_the_same_and_the_user_is_told(tmp_path: Path) -> None:
+    """The gate compares the engine with the model as it is served, and the report says that it differs."""
+    overrides = rope("phi3", "longrope")
+    have, _ = logits("phi3", overrides, ORIGINAL - 8, None)
+    checkpoint = open_checkpoint(save_tiny(tmp_path, tiny_model("phi3", **overrides)))
+    longest = checkpoint.model_info().max_position_embeddings
+    ids = [5 + i * 37 % 90 for i in range(ORIGINAL - 8)]
+    np.testing.assert_allclose(reference_logits(load_reference(checkpoint, longest=longest), ids), have, 1e-3, 1e-4)
+    assert "longrope" in trace(checkpoint, longest).note
+    assert not trace(checkpoint, ORIGINAL).note
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,19 @@ def test_model_info_knows_fields_by_their_family_names(tmp_path: Path) -> None:
     assert (info.max_position_embeddings, info.vocab_size) == (256, 300)  # n_positions of GPT-2
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(512, 512), (10**30, UNLIMITED)])
-def test_a_model_without_a_limit_takes_what_its_tokenizer_says(tmp_path: Path, limit: int, expected: int) -> None:
+@pytest.mark.parametrize(("limit", "expected"), [(512, 512), (10**30, None)])
+def test_a_model_without_a_limit_takes_what_its_tokenizer_says(
+    tmp_path: Path, limit: int, expected: int | None
+) -> None:
     saved = save_checkpoint(tmp_path)
     config = json.loads((saved / "config.json").read_text())
     del config["max_position_embeddings"]
     (saved / "config.json").write_text(json.dumps(config | {"model_type": "bloom", "n_head": 6}))
     text = json.loads((saved / "tokenizer_config.json").read_text())
     (saved / "tokenizer_config.json").write_text(json.dumps(text | {"model_max_length": limit}))
-    assert open_checkpoint(saved).model_info().max_position_embeddings == expected
+    checkpoint = open_checkpoint(saved)
+    assert checkpoint.longest == expected
+    assert checkpoint.model_info().max_position_embeddings == (expected or UNLIMITED)
 
 
 def test_the_chat_template_comes_from_either_file(saved: Path, tmp_path: Path) -> None:

@@ -43,6 +43,14 @@ def test_values_of_the_file_count(tmp_path: Path) -> None:
     assert (profile.max_num_seqs, profile.max_seq_len, profile.block_size) == (3, 100, 32)
 
 
+def test_a_model_without_a_limit_takes_what_the_profile_says(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(RANGES + "max_seq_len: 9000\n")
+    assert load_profile(path, 2048, load_target("cpu"), limited=False).max_seq_len == 9000
+    path.write_text(RANGES)
+    assert load_profile(path, 2048, load_target("cpu"), limited=False).max_seq_len == 2048
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
