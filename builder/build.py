@@ -26,7 +26,7 @@ from llmc.artifacts.plan import PlanWriter, encode_manifest
 from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, RankProgram, ShapeProfile
 from llmc.builder import pipeline
 from llmc.builder.checkpoint import Checkpoint
-from llmc.builder.checkpoint.source import Scheme, StoredLinear
+from llmc.builder.checkpoint.source import Quantization
 from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
@@ -72,7 +72,7 @@ class _Front:
     traced: Traced
     compiled: Compiled
     lowered: Lowered
-    own_scales: Scheme | None
+    own: Quantization | None
 
 
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
@@ -183,8 +183,7 @@ def _front(
         raise CheckpointError(
             f"{checkpoint.path}: config.json: vocab_size is {vocab_size}, the model returns {lowered.vocab_size} logits"
         )
-    quantization = checkpoint.quantization
-    return _Front(traced, compiled, lowered, quantization.scheme if quantization and quantization.linears else None)
+    return _Front(traced, compiled, lowered, checkpoint.quantization)
 
 
 def _traced(checkpoint: Checkpoint, options: BuildOptions, profile: ShapeProfile, progress: Progress) -> Traced:
@@ -210,15 +209,9 @@ def _compile_options(
         tp=options.tp,
         table=table,
         fp8_activations=options.fp8_activations,
-        stored=_stored(checkpoint),
+        own=checkpoint.quantization,
         verifier=verifier,
     )
-
-
-def _stored(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
-    """What the checkpoint holds in FP8 itself, by weight tensor."""
-    quantization = checkpoint.quantization
-    return {entry.weight: entry for entry in quantization.linears.values()} if quantization else {}
 
 
 def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> dict[str, float]:
@@ -285,7 +278,7 @@ def _build_info(
     }
     libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
     if options.precision == "fp8":
-        own = front.own_scales
+        own = front.own.scheme if front.own and front.own.linears else None
         config["fp8_activations"] = own.activations if own else options.fp8_activations
         config["fp8_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
     if table is not None:
@@ -360,6 +353,13 @@ def _length_note(checkpoint: Checkpoint, memory: MemoryPlan) -> str:
     )
 
 
+def _quantized(front: _Front, manifest: Manifest) -> tuple[str, ...]:
+    """Whose FP8 scales the engine has, and what of the checkpoint's own quantization it has not."""
+    scales = manifest.build.config.get("fp8_scales")
+    notes = front.own.notes(manifest.build.precision) if front.own else []
+    return (*([f"FP8 scales are {scales}"] if scales else []), *notes)
+
+
 def _report(
     checkpoint: Checkpoint,
     out: Path,
@@ -385,6 +385,6 @@ def _report(
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,
-        notes=tuple(filter(None, (front.traced.note, _length_note(checkpoint, memory)))),
+        notes=(*filter(None, (front.traced.note, _length_note(checkpoint, memory))), *_quantized(front, manifest)),
         reused=tuple(progress.reused),
     )

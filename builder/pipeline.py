@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
-from llmc.builder.checkpoint.source import StoredLinear
+from llmc.builder.checkpoint.source import Quantization
 from llmc.builder.ir import Graph
 from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.canonicalize import canonicalize
@@ -68,9 +68,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fold_positions,
         fuse_experts,
         absorb_latent,
-        partial(
-            quantize, precision=Precision(options.precision, options.table, options.fp8_activations, options.stored)
-        ),
+        partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations, options.own)),
         split_packed,
         fold_activations,
         fuse_rms_norm,
@@ -109,9 +107,8 @@ class Verifier(Protocol):
 @dataclass(frozen=True)
 class CompileOptions:
     """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
-    `table` is the calibration and `fp8_activations` token|static says whether it is needed; `stored` is what the
-    checkpoint holds in FP8 itself, by weight tensor, instead of a table; `verifier` sees each pass's name and the
-    graphs before and after it.
+    `table` is the calibration and `fp8_activations` token|static says whether it is needed; `own` is what the
+    checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs before and after it.
     """
 
     precision: str = "fp32"
@@ -119,7 +116,7 @@ class CompileOptions:
     tp: int = 1
     table: CalibrationTable | None = None
     fp8_activations: str = "token"
-    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
+    own: Quantization | None = None
     verifier: Verifier | None = None
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from llmc.tiny import tiny_config
+from llmc.tiny_model import random_model
 from tests.models import tiny_model, tiny_tokenizer
 
 _SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -107,3 +109,34 @@ def save_blocks(folder: Path, block: int = 16, **overrides: Any) -> tuple[Path, 
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder, values
+
+
+def save_experts(folder: Path, *, dynamic: bool = True) -> Path:
+    """A Mixtral as compressed-tensors writes one: each expert's matrices a tensor of its own, scales by channel, a
+    quantized cache declared; heads, embedding and routers are left alone. Static scales differ between experts.
+    """
+    from safetensors.torch import load_file, save_file
+
+    model = random_model(tiny_config("mixtral"))
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in sorted(name for name in tensors if ".experts." in name or "_proj." in name):
+        weight, module = tensors[name], name.removesuffix(".weight")
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        if not dynamic:
+            tensors[f"{module}.input_scale"] = torch.tensor([0.01 + 0.001 * (len(tensors) % 7)])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    shared: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = shared | {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    group = {"targets": ["Linear"], "weights": shared | {"strategy": "channel"}, "input_activations": inputs}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "kv_cache_scheme": shared | {"strategy": "tensor", "dynamic": False},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

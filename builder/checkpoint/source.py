@@ -34,7 +34,7 @@ class Texts:
 @dataclass(frozen=True)
 class Scheme:
     """`name` for people. `activations` static, token or (weights only) none. `block`: rows and columns that share a
-    scale; None where a scale belongs to a row or to the whole weight. `kv` says that the cache was to be FP8.
+    scale; None where a scale belongs to a row or to the whole weight. `kv` says that the cache was to be quantized.
     """
 
     name: str
@@ -62,6 +62,22 @@ class Quantization:
 
     scheme: Scheme
     linears: Mapping[str, StoredLinear] = field(default_factory=dict)
+
+    def notes(self, precision: str) -> list[str]:
+        """What of it a build of that precision does not take over, in words."""
+        scheme, notes = self.scheme, list[str]()
+        if precision != "fp8":
+            notes.append(f"the checkpoint's {scheme.name} weights count as the numbers that they stand for")
+        elif not self.linears:
+            why = "its inputs are not quantized"
+            if scheme.block is not None:
+                why = f"a scale of it belongs to a block of {scheme.block[0]} x {scheme.block[1]}, not to rows"
+            notes.append(f"the checkpoint's {scheme.name} is not kept ({why}): its weights are rounded anew")
+        if scheme.kv:
+            notes.append(
+                f"the checkpoint's quantized cache ({scheme.name}) is not kept: keys and values are not quantized"
+            )
+        return notes
 
 
 class Source(ABC):

@@ -9,13 +9,14 @@ those that the table keeps in bf16. Layers that experts are chosen by stay float
 other experts. A weight that the table rounded is taken as it is stored there; any other's scale is the largest
 magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table against it). Inputs are scaled by each
 token's largest magnitude / 448, or statically by the table.
-A checkpoint that is FP8 already keeps its own bytes and scales, and what it left alone is bf16.
+A checkpoint that is FP8 already keeps its own bytes and scales, also where the model reads several of its tensors as
+one, and what it left alone is bf16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,10 +24,11 @@ from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
-from llmc.builder.checkpoint.source import StoredLinear
+from llmc.builder.checkpoint.source import Quantization, StoredLinear
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report
 from llmc.builder.passes.weight import weight_recipe
+from llmc.builder.weights.kept import Kept, keep
 from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, Recipe, StoredTensor, leaves
 from llmc.builder.weights.rounded import scale_name, weight_name
 
@@ -38,14 +40,19 @@ _NEVER_FP8 = ("embedding", "head_linear")
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only). `stored`: weight tensor -> what the checkpoint
-    itself holds of it in FP8; where it is not empty, nothing else is quantized.
+    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only). `own`: what the checkpoint itself is quantized with;
+    where it holds weights whose bytes can be kept, nothing else is quantized.
     """
 
     name: str
     table: CalibrationTable | None = None
     activations: str = "token"
-    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
+    own: Quantization | None = None
+
+    @property
+    def stored(self) -> Mapping[str, StoredLinear]:
+        """Weight tensor -> what the checkpoint holds of it in FP8."""
+        return {} if self.own is None else {entry.weight: entry for entry in self.own.linears.values()}
 
     def ranges(self, path: str) -> Ranges | None:
         """What the table says of a module."""
@@ -55,10 +62,11 @@ class Precision:
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
     view, edit = View(graph), Edit(graph)
+    notes = _summary(precision) + (precision.own.notes(precision.name) if precision.own else [])
     if precision.name == "fp32":
-        return graph, report("quantize", graph, graph, 0)
-    heads, routers = head_linears(view), router_linears(view)
-    matched, own, notes = 0, 0, _summary(precision)
+        return graph, report("quantize", graph, graph, 0, notes=notes)
+    heads, routers, stored = head_linears(view), router_linears(view), precision.stored
+    matched, own = 0, 0
     notes += [f"{len(routers)} linear layers that experts are chosen by stay float32"] if routers else []
     for node in graph:
         if node.op not in _WEIGHT or node.outputs[0] in routers:
@@ -67,14 +75,17 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
-        if precision.name == "fp8" and precision.stored:
-            entry = None if node.op in _NEVER_FP8 else _entry(precision, node, recipe)
-            edit.swap(node, _own_fp8(view, edit, node, entry) if entry else _bf16(view, edit, node))
-            matched, own = matched + 1, own + (entry is not None)
+        if precision.name == "fp8" and stored:
+            kept = None if node.op in _NEVER_FP8 else _kept(stored, node, recipe)
+            edit.swap(
+                node,
+                _own_fp8(view, edit, node, kept, _own_x_scale(stored, recipe)) if kept else _bf16(view, edit, node),
+            )
+            matched, own = matched + 1, own + (kept is not None)
             continue
         ranges = precision.ranges(node.path)
-        kept = ranges is not None and ranges.choice is not None and ranges.choice.kept
-        if precision.name == "bf16" or node.op in _NEVER_FP8 or node.out in heads or kept:
+        chosen = ranges is not None and ranges.choice is not None and ranges.choice.kept
+        if precision.name == "bf16" or node.op in _NEVER_FP8 or node.out in heads or chosen:
             edit.swap(node, _bf16(view, edit, node))
         else:
             edit.swap(node, _fp8(view, edit, node, precision))
@@ -146,25 +157,32 @@ def _quantized(view: View, edit: Edit, node: Node, weight: Node, scales: Node, x
     return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
 
 
-def _entry(precision: Precision, node: Node, recipe: Recipe) -> StoredLinear | None:
-    """What the checkpoint holds of a weight in FP8; None where it holds other numbers. Raises UnsupportedError where
-    its bytes cannot be taken as they are.
+def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe) -> Kept | None:
+    """The weight in the checkpoint's own bytes and scales; None where it holds other numbers. Raises UnsupportedError
+    where its bytes cannot be taken as they are.
     """
-    found = [precision.stored[leaf.name] for leaf in leaves(recipe) if leaf.name in precision.stored]
-    if found and (node.op != "linear" or not isinstance(recipe, Load)):
+    found = [leaf.name for leaf in leaves(recipe) if leaf.name in stored]
+    kept = keep(recipe, {name: entry.scale for name, entry in stored.items()}) if found else None
+    if found and kept is None:
         raise UnsupportedError(
-            f"{node.op} @{node.path}: the checkpoint holds {found[0].weight} in FP8, and the model reads it as "
-            f"{recipe}: its bytes cannot be kept; build with --dtype bf16"
+            f"{node.op} @{node.path}: the checkpoint holds {found[0]} in FP8, and the model reads it as {recipe}: its "
+            "bytes cannot be kept; build with --dtype bf16"
         )
-    return found[0] if found else None
+    return kept
 
 
-def _own_fp8(view: View, edit: Edit, node: Node, entry: StoredLinear) -> Node:
+def _own_x_scale(stored: Mapping[str, StoredLinear], recipe: Recipe) -> float | None:
+    """The scale of the input: where several tensors are one weight, the largest of theirs, which fits all values."""
+    scales = [stored[leaf.name].input_scale for leaf in leaves(recipe) if leaf.name in stored]
+    return max((scale for scale in scales if scale is not None), default=None)
+
+
+def _own_fp8(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None) -> Node:
     """The node with the checkpoint's bytes and scales."""
-    kind = view.types[node.inputs[1]]
-    weight = edit.param(StoredTensor(entry.weight, "f8e4m3"), TensorType("f8e4m3", kind.shape), node)
-    scales = edit.param(StoredTensor(entry.scale, "f32"), TensorType("f32", kind.shape[:1]), node)
-    return _quantized(view, edit, node, weight, scales, entry.input_scale)
+    shape = view.types[node.inputs[_WEIGHT[node.op]]].shape
+    weight = edit.param(kept.weight, TensorType("f8e4m3", shape), node)
+    scales = edit.param(kept.scale, TensorType("f32", shape[:-1]), node)
+    return _quantized(view, edit, node, weight, scales, x_scale)
 
 
 def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:

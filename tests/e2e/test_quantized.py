@@ -1,5 +1,7 @@
 """Checkpoints that are FP8 already: the engine has their bytes and scales, and answers as the tool that wrote them."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.selftest import Probe
 from tests.models import save_checkpoint
-from tests.quantized import save_blocks, save_compressed, save_modelopt
+from tests.quantized import save_blocks, save_compressed, save_experts, save_modelopt
 
 IDS = [5, 17, 101, 33, 250, 8, 64, 299, 12, 40]
 
@@ -67,10 +69,67 @@ def test_other_precisions_take_the_values_that_it_stands_for(tmp_path: Path) -> 
         assert cosine(logits(load_reference(open_checkpoint(folder)), IDS), got) > 1 - 1e-6
 
 
+def quantize_notes(plan: Plan) -> str:
+    return " ".join(next(p.notes for p in plan.manifest.build.passes if p.name == "quantize"))
+
+
+def test_experts_keep_their_bytes_and_scales(tmp_path: Path) -> None:
+    """Held against Hugging Face with the numbers that the checkpoint stands for: beside it activations are FP8."""
+    from llmc.builder.checkpoint import open_checkpoint
+    from llmc.builder.reference import load_reference, logits
+
+    folder, profile = save_experts(tmp_path / "fp8"), tmp_path / "short.yaml"
+    profile.write_text("token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n")
+    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, profile=str(profile), evaluate=False)
+    plan = Plan.open(report.plan)
+    assert "fp8_scale(" not in bytes(plan.section("graph/rank0.ir")).decode()
+    assert plan.manifest.build.config["fp8_scales"] == "the checkpoint's (compressed-tensors FP8)"
+    assert report.notes[-2] == "FP8 scales are the checkpoint's (compressed-tensors FP8)"
+    assert "quantized cache" in report.notes[-1]
+    assert report.notes[-1] in quantize_notes(plan)
+    with Probe(plan) as probe:
+        got = probe.logits(IDS)
+    assert cosine(logits(load_reference(open_checkpoint(folder)), IDS), got) > 0.99
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_experts_of_one_layer_are_stacked_as_they_are_stored(tmp_path: Path, dynamic: bool) -> None:
+    from llmc.builder.checkpoint import open_checkpoint
+
+    folder = save_experts(tmp_path / "fp8", dynamic=dynamic)
+    flow.dump_passes(folder, tmp_path / "ir", "quantize", precision="fp8", verify_passes=True)
+    graph = max((tmp_path / "ir").iterdir()).read_text()
+    assert "fp8_scale(" not in graph
+    assert graph.count("stored('model.layers.0.block_sparse_moe.experts.1.w3.weight', 'f8e4m3')") == 1
+    assert graph.count("stored('model.layers.0.block_sparse_moe.experts.1.w3.weight_scale', 'f32')") == 1
+    if not dynamic:  # an input that experts share has the largest of their scales
+        quantization = open_checkpoint(folder).quantization
+        assert quantization is not None
+        experts = "model.layers.0.block_sparse_moe.experts."
+        down = [e.input_scale for e in quantization.linears.values() if re.match(rf"{experts}\d\.w2", e.weight)]
+        assert len(set(down)) > 1
+        assert repr(max(scale for scale in down if scale is not None)) in graph
+
+
 def test_blocks_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
     folder, _ = save_blocks(tmp_path / "blocks")
     report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False)
-    assert Plan.open(report.plan).manifest.build.config["fp8_scales"] == "llmc's"
+    plan = Plan.open(report.plan)
+    assert plan.manifest.build.config["fp8_scales"] == "llmc's"
+    assert report.notes[-2] == "FP8 scales are llmc's"
+    assert "block of 16 x 16, not to rows): its weights are rounded anew" in report.notes[-1]
+    assert report.notes[-1] in quantize_notes(plan)
+    assert ("note", report.notes[-1]) in report.rows()
+
+
+def test_weights_alone_in_fp8_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
+    folder = save_compressed(tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False)
+    assert "its inputs are not quantized): its weights are rounded anew" in report.notes[-1]
 
 
 def test_a_build_without_a_precision_keeps_what_the_checkpoint_is(tmp_path: Path) -> None:
