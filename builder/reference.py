@@ -172,8 +172,9 @@ def batch_logits(model: Any, batch: Sequence[Sequence[int]]) -> Iterator[np.ndar
             row[: len(ids)] = torch.tensor(list(ids))
         with torch.inference_mode():
             out = model(rows, use_cache=False).logits
-        for values, ids in zip(out, batch[at : at + count], strict=True):
-            yield values[: len(ids)].float().numpy()
+        for row, ids in enumerate(batch[at : at + count]):
+            yield out[row, : len(ids)].float().numpy()
+        del out  # before the next pass makes its own
         at += count
 
 

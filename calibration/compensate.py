@@ -1,7 +1,6 @@
 """Error-compensated rounding of one weight: what rounding a column loses, the columns behind it make up for.
 
-Comes in: a weight, second moments of the inputs that it will see. Goes out: grid values and scales. Must not know:
-models, files.
+Comes in: a weight, the inputs that it will see. Goes out: grid values and scales. Must not know: models, files.
 
 GPTQ (Frantar et al. 2022, arXiv:2210.17323) on the E4M3 grid: columns in descending order of their input's energy, each
 rounded to nearest, its error spread over the rest by the inverse Hessian. Only what rounding loses is made up for: to
@@ -37,16 +36,25 @@ class Rounded:
 
 
 class Hessian:
-    """The second moment of an input, [K, K], factored: everything that the weights which read this input share."""
+    """The second moment of an input, [K, K], factored: everything that the weights which read this input share.
 
-    def __init__(self, moment: torch.Tensor) -> None:
-        """`moment`: the mean of x x^T over tokens, f32[K, K]; it is overwritten."""
-        energy = moment.diagonal().clone()
-        moment.diagonal().add_(float(DAMPING * energy.mean()) if energy.any() else 1.0)
+    The factors are made one over the other, so that no more than one such matrix is ever held: of 8192 columns it has
+    268 MB.
+    """
+
+    def __init__(self, inputs: torch.Tensor) -> None:
+        """`inputs` f32[T, K]; the moment is the mean of x x^T over the T tokens."""
+        energy = inputs.square().mean(0)
         self.order = torch.argsort(energy, descending=True, stable=True)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment[self.order][:, self.order]))
+        ordered = inputs[:, self.order]
+        moment = ordered.T @ ordered
+        moment /= len(inputs)
+        moment.diagonal().add_(float(DAMPING * energy.mean()) if energy.any() else 1.0)
+        factor = moment.mT  # by columns, as LAPACK works in place
+        torch.linalg.cholesky(factor, out=factor)
+        torch.cholesky_inverse(factor, out=factor)
         #: Upper factor of the inverse: row k says how an error of column k spreads over the columns behind it.
-        self.spread = torch.linalg.cholesky(inverse, upper=True)
+        self.spread = torch.linalg.cholesky(factor, upper=True, out=factor)
 
 
 def compensate(weight: torch.Tensor, hessian: Hessian) -> Rounded:

@@ -19,6 +19,8 @@ _MAGIC = 1.5 * 2.0**14
 _WEIGHT_SCALES = tuple(2.0 ** (k / 8) for k in range(-2, 8))
 #: The share of a row's magnitudes that another candidate leaves unclipped.
 _PERCENTILE = 0.999
+#: Elements whose scales are searched for at once: a few temporaries of them are held.
+_BLOCK = 1 << 20
 #: For an input's static scale: room for values that calibration did not see costs only the smallest numbers.
 _INPUT_SCALES = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 
@@ -26,9 +28,16 @@ _INPUT_SCALES = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 def round_e4m3(x: torch.Tensor) -> torch.Tensor:
     """The nearest E4M3 number (ties to even) of each element, as float32; saturated at 448."""
     x = x.clamp(-FP8_MAX, FP8_MAX)
+    small = x.abs() < _SMALLEST_NORMAL
     bits = x.view(torch.int32)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).view(torch.float32)
-    return torch.where(x.abs() < _SMALLEST_NORMAL, (x + _MAGIC) - _MAGIC, normal)
+    normal = bits >> 20
+    normal &= 1
+    normal += 0x7FFFF
+    normal += bits
+    normal &= -0x100000
+    x += _MAGIC
+    x -= _MAGIC
+    return torch.where(small, x, normal.view(torch.float32), out=x)
 
 
 def largest_scale(x: torch.Tensor) -> torch.Tensor:
@@ -43,10 +52,20 @@ def per_token(x: torch.Tensor) -> torch.Tensor:
     return round_e4m3(x / scale) * scale
 
 
+def static(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x [T, K] as a linear layer with this static scale sees it; unchanged where there is none (0)."""
+    return round_e4m3(x / scale) * scale if scale > 0 else x
+
+
 def search_weight_scales(weight: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
     """f32[N, 1]: for each row of weight [N, K] the scale, of the largest magnitude's, a percentile's and those around
     them, with the least squared error; `cost` [K] weighs the columns.
     """
+    step = max(_BLOCK // weight.shape[1], 1)
+    return torch.cat([_search_block(rows, cost) for rows in weight.split(step)])
+
+
+def _search_block(weight: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
     largest = largest_scale(weight)
     percentile = largest_scale(torch.quantile(weight.abs(), _PERCENTILE, dim=1, keepdim=True))
     best, least = largest, torch.full_like(largest, torch.inf)

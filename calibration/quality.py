@@ -13,6 +13,8 @@ import numpy as np
 
 #: Token ids [T] -> logits f32[T, V]: row t predicts token t + 1.
 LogitsOf = Callable[[Sequence[int]], np.ndarray]
+#: The same in pieces of some rows each, in order; a piece is valid until the next one is asked for.
+PiecesOf = Callable[[Sequence[int]], Iterable[np.ndarray]]
 
 _STRIDE, _START = 4096, 1024
 #: Logits that are compared at once: 256 KiB of each side.
@@ -56,18 +58,30 @@ def evaluation_windows(encode: Callable[[str], Sequence[int]], windows: int = 12
     return [ids[start + i * stride : start + i * stride + length] for i in range(windows)]
 
 
-def compare(windows: Iterable[Sequence[int]], reference: LogitsOf, candidate: LogitsOf) -> Quality:
-    """Runs both on every window, one at a time: memory is two windows' logits. Windows may differ in length."""
+def compare(windows: Iterable[Sequence[int]], reference: LogitsOf, candidate: PiecesOf) -> Quality:
+    """Runs both on every window, one at a time: memory is one window's logits and a piece. Windows may differ in
+    length. Raises ValueError for logits of another shape, and where no window has two tokens.
+    """
     totals = _Totals()
     for window in windows:
-        theirs, ours = reference(window), candidate(window)
-        if theirs.shape != ours.shape or len(theirs) != len(window):
-            raise ValueError(f"logits of shape {ours.shape} and {theirs.shape} for {len(window)} tokens")
-        following = np.asarray([*window[1:], -1])  # nothing follows the last one
-        size = max(1, _BLOCK // theirs.shape[1])
-        for at in range(0, len(window), size):
-            totals.add(theirs[at : at + size], ours[at : at + size], following[at : at + size])
+        _add(totals, window, reference(window), candidate(window))
     return totals.quality()
+
+
+def _add(totals: _Totals, window: Sequence[int], theirs: np.ndarray, pieces: Iterable[np.ndarray]) -> None:
+    """One window, whose logits nobody holds any more afterwards."""
+    following, at = np.asarray([*window[1:], -1]), 0  # nothing follows the last one
+    size = max(1, _BLOCK // theirs.shape[1])
+    for piece in pieces:
+        rows = theirs[at : at + len(piece)]
+        if rows.shape != piece.shape:
+            raise ValueError(f"logits of shape {piece.shape} from token {at} on beside {theirs.shape}")
+        for start in range(0, len(piece), size):
+            stop = start + size
+            totals.add(rows[start:stop], piece[start:stop], following[at + start : at + start + len(piece[start:stop])])
+        at += len(piece)
+    if not at == len(theirs) == len(window):
+        raise ValueError(f"logits of {at} and {len(theirs)} tokens for {len(window)}")
 
 
 class _Totals:

@@ -129,9 +129,8 @@ def _sample_count(checkpoint: Checkpoint, tokens: int) -> int:
 def _calibrate(
     checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
 ) -> CalibrationTable:
-    from llmc.calibration.grid import per_token
     from llmc.calibration.modules import linear_modules, shape_of
-    from llmc.calibration.sensitivity import measure
+    from llmc.calibration.sensitivity import measure, quantizer
     from llmc.calibration.sequential import Outcome, round_model
 
     amax, modelopt = _modelopt()
@@ -140,7 +139,8 @@ def _calibrate(
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
     probes = samples.ids[::_SENSITIVITY]
-    sensitivity = measure(model, probes, per_token, options.seed, partial(progress, "measuring sensitivity"))
+    as_read, measured = quantizer(options.activations), partial(progress, "measuring sensitivity")
+    sensitivity = measure(model, probes, as_read, options.seed, measured)
     kept = sensitivity.kept(options.budget)
     ranges: dict[str, Ranges] = {}
     side = output.with_suffix(".safetensors")

@@ -22,14 +22,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from llmc.builder.reference import pass_tokens
-from llmc.calibration.grid import largest_scale, round_e4m3
+from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale, static
 from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced, shape_of
 
 #: What error compensation leaves of the cost of rounding weights to nearest (measured: 0.45 % perplexity of 1.5 %).
 _COMPENSATED = 0.35
 
-#: x [T, K] as a module reads it when its activations are FP8.
-Quantizer = Callable[[torch.Tensor], torch.Tensor]
+#: x [T, K] as a module with weight [N, K] reads it when its activations are FP8.
+Quantizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def quantizer(activations: str) -> Quantizer:
+    """For scales by token, or a static one (activations token|static): of the tokens at hand, found as the calibration
+    finds it.
+    """
+
+    def with_static_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return static(x, search_input_scale(x, float(x.abs().max()), weight.square().mean(0)))
+
+    return with_static_scale if activations == "static" else lambda x, weight: per_token(x)
 
 
 @dataclass
@@ -71,14 +82,21 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     with replaced(modules, record.forward), _recomputed_layers(model), _differentiable(model.get_input_embeddings()):
         for count, batch in enumerate(batches, 1):
-            logits = model(torch.tensor(batch), use_cache=False).logits.flatten(0, 1)
-            likely = logits.float().log_softmax(-1)
-            labels = torch.multinomial(likely.detach().exp(), 1, generator=generator)
-            likely.gather(1, labels).sum().backward()
+            _backward(model(torch.tensor(batch), use_cache=False).logits.flatten(0, 1), generator)
             done(count, len(batches))
     tokens = sum(map(len, samples))
     loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
     return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()})
+
+
+def _backward(logits: torch.Tensor, generator: torch.Generator) -> None:
+    """Gradients of the log probability of labels that `logits` [T, V] themselves are asked for: one-hot less
+    probabilities, written down so that no more than logits and gradient is held.
+    """
+    gradient = logits.detach().softmax(-1)
+    labels = torch.multinomial(gradient, 1, generator=generator)
+    gradient.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=gradient.dtype))
+    logits.backward(gradient)
 
 
 def _batches(samples: Sequence[Sequence[int]], tokens: int) -> list[list[Sequence[int]]]:
@@ -128,7 +146,7 @@ class _Record:
         """x [T, K], the gradients at the output [T, N] and at the input [T, K], weight [N, K]."""
         scale = largest_scale(weight)
         rounding = round_e4m3(weight / scale) * scale - weight
-        of_input = ((self.quantizer(x) - x) * back).sum(-1)
+        of_input = ((self.quantizer(x, weight) - x) * back).sum(-1)
         of_weight = ((x @ rounding.T) * gradient).sum(-1)
         squares = of_input.square().sum() + _COMPENSATED * of_weight.square().sum()
         self.squares[path] = self.squares.get(path, 0.0) + float(squares)

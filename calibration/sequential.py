@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from llmc.calibration.compensate import Hessian, Rounded, compensate, fit_rows
-from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale
+from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale, static
 from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced
 
 
@@ -67,13 +67,11 @@ class _Input:
         rows = exact[streams.real]
         self.amax = float(streams.amax(rows, None))
         self.scale = search_input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
-        static = self.scale if streams.static and self.scale > 0 else None
-        self.seen = per_token(given) if static is None else round_e4m3(given / static) * static
+        self.seen = static(given, self.scale) if streams.static else per_token(given)
 
     def hessian(self) -> Hessian:
         if self._hessian is None:
-            rows = self.seen[self._real]
-            self._hessian = Hessian(rows.T @ rows / len(rows))
+            self._hessian = Hessian(self.seen[self._real])
         return self._hessian
 
 

@@ -127,7 +127,7 @@ def _quality(source: Source, probe: Probe, exam: Exam, golden: Sequence[Mapping[
     name, windows = evaluation_text(source, exam, probe.plan.manifest.profile.max_seq_len)
     reference = batch_logits(source.reference, windows)
     try:
-        quality = compare(windows, lambda ids: next(reference), probe.logits)
+        quality = compare(windows, lambda ids: next(reference), probe.pieces)
     except ValueError as error:
         raise UsageError(f"--eval {name}: {error}") from error
     agree = [h == e for p in golden for h, e in zip(p["hf_tokens"], p["engine_tokens"], strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -38,14 +38,18 @@ class Probe:
         used = -(-(start + len(ids)) // self.plan.manifest.profile.block_size)
         return self._executor.run(StepBatch([Chunk(array("i", ids), start, self._blocks[:used], rows, 0)]))
 
-    def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
-        """f32[T, vocab]: the logits behind each of the T tokens, `chunk` tokens a step."""
+    def pieces(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """The logits behind the tokens, f32[R, vocab] of each step in order, valid until the next; `chunk` tokens a
+        step.
+        """
         size = min(chunk or self.max_chunk, self.max_chunk)
-        pieces = []
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            pieces.append(self.step(piece, start, len(piece)).copy())
-        return np.concatenate(pieces)
+            yield self.step(piece, start, len(piece))
+
+    def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+        """f32[T, vocab]: all of them."""
+        return np.concatenate([piece.copy() for piece in self.pieces(ids, chunk)])
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """f32[vocab]: the logits behind the last token, in steps as large as the profile allows."""

@@ -15,10 +15,6 @@ def case(seed: int, tokens: int = 400, columns: int = 96, rows: int = 24) -> tup
     return x, torch.randn(rows, columns, generator=generator)
 
 
-def moment(x: torch.Tensor) -> torch.Tensor:
-    return x.T @ x / len(x)
-
-
 def error(x: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor) -> float:
     return float(((weight - rounded) @ x.T).square().mean())
 
@@ -28,15 +24,15 @@ def test_the_output_is_nearer_than_with_plain_rounding(seed: int) -> None:
     x, weight = case(seed)
     scale = largest_scale(weight)
     plain = error(x, weight, round_e4m3(weight / scale) * scale)
-    rounded = compensate(weight, Hessian(moment(x)))
+    rounded = compensate(weight, Hessian(x))
     assert error(x, weight, rounded.weight) < 0.6 * plain
     torch.testing.assert_close(round_e4m3(rounded.grid), rounded.grid, rtol=0, atol=0)
 
 
 def test_columns_that_do_not_depend_on_one_another_are_rounded_to_nearest() -> None:
     _, weight = case(0)
-    energy = torch.linspace(0.5, 4, 96)
-    rounded = compensate(weight, Hessian(torch.diag(energy)))
+    x = torch.diag(torch.arange(4.0, 100.0))  # each token has one column
+    rounded, energy = compensate(weight, Hessian(x)), x.square().mean(0)
     damped = energy + 0.02 * energy.mean()
     scale = search_weight_scales(weight, damped)
     torch.testing.assert_close(rounded.scale, scale, rtol=0, atol=0)
@@ -45,8 +41,22 @@ def test_columns_that_do_not_depend_on_one_another_are_rounded_to_nearest() -> N
 
 def test_inputs_that_are_always_zero_leave_plain_rounding() -> None:
     _, weight = case(2)
-    rounded = compensate(weight, Hessian(torch.zeros(96, 96)))
+    rounded = compensate(weight, Hessian(torch.zeros(400, 96)))
     assert (rounded.weight - weight).abs().max() < 0.08 * weight.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [20, 400])  # fewer than columns, and more
+def test_the_spread_is_the_factor_of_the_damped_moments_inverse(tokens: int) -> None:
+    x, _ = case(4, tokens)
+    hessian = Hessian(x)
+    ordered = x[:, hessian.order]
+    moment = ordered.T @ ordered / tokens
+    energy = moment.diagonal().clone()
+    assert (energy[1:] <= energy[:-1] * (1 + 1e-5)).all()
+    moment.diagonal().add_(0.02 * energy.mean())
+    spread = hessian.spread
+    torch.testing.assert_close(spread, spread.triu(), rtol=0, atol=0)
+    torch.testing.assert_close(spread.T @ spread @ moment, torch.eye(96), rtol=0, atol=2e-3)
 
 
 def test_rows_are_fitted_by_least_squares() -> None:

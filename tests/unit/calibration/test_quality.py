@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ def noisy(scale: float) -> dict[tuple[int, ...], np.ndarray]:
 
 def test_against_the_definitions() -> None:
     a, b = noisy(0), noisy(0.7)
-    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: b[tuple(w)])
+    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: (b[tuple(w)][i : i + 2] for i in range(0, len(w), 2)))
     losses, kl, same, cosines = [], [], [], []
     for window in map(tuple, WINDOWS):
         for t, (x, y) in enumerate(zip(a[window].astype(float), b[window].astype(float), strict=True)):
@@ -42,7 +44,7 @@ def test_against_the_definitions() -> None:
 
 def test_a_model_beside_itself() -> None:
     a = noisy(0)
-    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: a[tuple(w)])
+    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: [a[tuple(w)]])
     assert (quality.kl, quality.top1, quality.perplexity_change) == (0, 1, 0)
     assert quality.cosine_p5 == pytest.approx(1)
     assert quality.perplexity == quality.reference_perplexity
@@ -50,13 +52,26 @@ def test_a_model_beside_itself() -> None:
 
 def test_uniform_logits_have_the_vocabulary_as_perplexity() -> None:
     a = noisy(0)
-    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: np.ones((len(w), VOCAB), np.float32))
+    quality = compare(WINDOWS, lambda w: a[tuple(w)], lambda w: [np.ones((len(w), VOCAB), np.float32)])
     assert quality.perplexity == pytest.approx(VOCAB)
 
 
-def test_logits_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match="logits of shape"):
-        compare(WINDOWS, lambda w: np.zeros((len(w), VOCAB)), lambda w: np.zeros((len(w), VOCAB + 1)))
+@pytest.mark.parametrize(("rows", "columns"), [(0, 1), (1, 0), (-1, 0)])
+def test_logits_of_another_shape_are_refused(rows: int, columns: int) -> None:
+    with pytest.raises(ValueError, match="logits of"):
+        compare(WINDOWS, lambda w: np.ones((len(w), VOCAB)), lambda w: [np.ones((len(w) + rows, VOCAB + columns))])
+
+
+def test_only_one_windows_logits_are_held() -> None:
+    seen: list[weakref.ref[np.ndarray]] = []
+
+    def logits(window: Sequence[int]) -> np.ndarray:
+        assert all(values() is None for values in seen)
+        values = np.ones((len(window), VOCAB), np.float32)
+        seen.append(weakref.ref(values))
+        return values
+
+    compare(WINDOWS, logits, lambda w: (np.ones((1, VOCAB), np.float32) for _ in w))
 
 
 def test_windows_are_apart_and_where_they_always_were() -> None:

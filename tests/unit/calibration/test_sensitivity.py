@@ -6,21 +6,24 @@ import torch
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.reference import load_reference
 from llmc.calibration.data import documentation
-from llmc.calibration.grid import per_token
-from llmc.calibration.modules import linear_modules
-from llmc.calibration.sensitivity import Sensitivity, measure
+from llmc.calibration.modules import by_outputs, linear_modules
+from llmc.calibration.sensitivity import Sensitivity, measure, quantizer
 
 
+@pytest.mark.parametrize("activations", ["token", "static"])
 def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, activations: str
 ) -> None:
     monkeypatch.setattr("llmc.calibration.sensitivity._COMPENSATED", 0.0)  # inputs alone, which are easy to do for real
     samples = documentation(checkpoint, 8, 64, 0).ids
     model = load_reference(checkpoint)
     exact = model(torch.tensor(samples)).logits.log_softmax(-1)
-    loss = measure(model, samples, per_token, 0, lambda done, total: None).loss
+    as_read = quantizer(activations)
+    loss = measure(model, samples, as_read, 0, lambda done, total: None).loss
     for path, module in linear_modules(model).items():
-        hook = module.register_forward_pre_hook(lambda _, args: (per_token(args[0]),))
+        hook = module.register_forward_pre_hook(
+            lambda m, args: (as_read(args[0].flatten(0, -2), by_outputs(m)).view_as(args[0]),)
+        )
         changed = model(torch.tensor(samples)).logits.log_softmax(-1)
         hook.remove()
         divergence = float((exact.exp() * (exact - changed)).sum(-1).mean())
