@@ -52,7 +52,16 @@ from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
 from llmc.profiles import TargetDescription, load_profile, load_target
 
-__all__ = ["BuildOptions", "BuildReport", "MemoryPlan", "Progress", "compile_plan", "dry_run", "run_stages"]
+__all__ = [
+    "BuildOptions",
+    "BuildReport",
+    "MemoryPlan",
+    "Progress",
+    "compile_plan",
+    "dry_run",
+    "resolved_profile",
+    "run_stages",
+]
 
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
 ABI_VERSION = 2
@@ -78,7 +87,7 @@ class _Front:
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
     target = load_target(options.target)
-    profile = _profile(checkpoint, options, target)
+    profile = resolved_profile(checkpoint, options, target)
     # The scales of activations are constants of the code: where they come from changes no size.
     options = dataclasses.replace(options, fp8_activations="token", verify_passes=False)
     front = _front(checkpoint, options, None, profile, target, Progress())
@@ -94,7 +103,7 @@ def run_stages(
     stop_after: str,
 ) -> None:
     """Traces the model and runs its passes up to `stop_after`, and nothing else. Raises LlmcError."""
-    profile = _profile(checkpoint, options, load_target(options.target))
+    profile = resolved_profile(checkpoint, options, load_target(options.target))
     traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
         compile_options = _compile_options(checkpoint, options, table, traced)
@@ -119,7 +128,7 @@ def compile_plan(
     there before. Of those, a GateError carries the report of the build that was not published.
     """
     target = load_target(options.target)
-    profile = _profile(checkpoint, options, target)
+    profile = resolved_profile(checkpoint, options, target)
     toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
     if table is not None:
         table.check(checkpoint.digest)
@@ -159,7 +168,8 @@ def compile_plan(
     return report
 
 
-def _profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
+def resolved_profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
+    """The shapes that such a build is for. Raises UsageError naming the field of a profile that cannot be."""
     longest, limited = checkpoint.model_info().max_position_embeddings, checkpoint.longest is not None
     return load_profile(options.profile, longest, target, limited)
 

@@ -24,8 +24,8 @@ _OF_DRY_RUN = frozenset(
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset(
     {
-        "model", "fp8", "dtype", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes", "dump", "stop_after",
-        "config",
+        "model", "fp8", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget", "verify_passes",
+        "dump", "stop_after", "config",
     }
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ def command(
         if rest["dump"] is None:
             raise UsageError(f"--stop-after {stop_after} needs --dump DIR, where it writes what the passes made")
         _refuse_beside("--stop-after", _OF_STOP_AFTER)
-        kept = {name: rest[name] for name in ("dump", "tp", "calib", "fp8_activations", "fp8_budget", "verify_passes")}
+        kept = {name: rest[name] for name in _OF_STOP_AFTER & rest.keys()}
         with make_progress() as progress:
             flow.dump_passes(model, stop_after=stop_after, precision=precision, progress=progress, **kept)
         return

@@ -9,10 +9,10 @@ so far that a plan's bytes do not (barring a figure that lies on the edge betwee
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +67,20 @@ def require_judge(exam: Exam, features: Sequence[str], target: str) -> None:
         )
 
 
-def examine(source: Source, path: Path, exam: Exam, progress: Progress) -> Verdict:
-    """Runs the engine at `path`, if this machine can, beside the checkpoint's Hugging Face model at float32."""
+@dataclass(frozen=True)
+class EvaluationText:
+    """`name` for the plan, never a path; `windows` of token ids."""
+
+    name: str
+    windows: list[list[int]]
+
+
+def examine(source: Source, path: Path, exam: Exam, text: EvaluationText | None, progress: Progress) -> Verdict:
+    """Runs the engine at `path`, if this machine can, beside the checkpoint's Hugging Face model at float32. Without
+    `text` their answers to the golden prompts alone are recorded. The gate judges the figures before they are rounded.
+    """
     plan = Plan.open(path, verify=False)
-    source = dataclasses.replace(source, longest=plan.manifest.profile.max_seq_len)
+    figures: dict[str, float] = {}
     if not set(plan.manifest.target.features) <= machine_features():
         with progress.stage("golden"):
             golden = _golden_without_engine(source, plan)
@@ -82,11 +92,11 @@ def examine(source: Source, path: Path, exam: Exam, progress: Progress) -> Verdi
             with progress.stage("golden"):
                 golden = _golden(source, probe)
             quality = {"run": "not asked for"}
-            if exam.evaluate:
+            if text is not None:
                 with progress.stage("evaluate"):
-                    quality = _quality(source, probe, exam, golden["prompts"])
-    gate = exam.gate if quality["run"] == DONE else None
-    broken = gate.broken(quality) if gate is not None else ()
+                    quality, figures = _quality(source, probe, text, golden["prompts"])
+    gate = exam.gate if figures else None
+    broken = gate.broken(figures) if gate is not None else ()
     quality["gate"] = OFF if gate is None else str(gate)
     quality["verdict"] = "not judged" if gate is None else "; ".join(broken) or "passed"
     return Verdict({"golden.json": _json(golden), "quality.json": _json(quality)}, quality, broken)
@@ -121,27 +131,28 @@ def _prompts(source: Source, plan: Plan) -> tuple[list[list[int]], int]:
     return prompts, count
 
 
-def _quality(source: Source, probe: Probe, exam: Exam, golden: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _quality(
+    source: Source, probe: Probe, text: EvaluationText, golden: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """What quality.json says of the comparison, and its figures as they were measured."""
     from llmc.calibration.quality import compare
 
-    name, windows = evaluation_text(source, exam, probe.plan.manifest.profile.max_seq_len)
+    windows = text.windows
     reference = batch_logits(source.reference, windows)
-    try:
-        quality = compare(windows, lambda ids: next(reference), probe.pieces)
-    except ValueError as error:
-        raise UsageError(f"--eval {name}: {error}") from error
+    quality = compare(windows, lambda ids: next(reference), probe.pieces)
     agree = [h == e for p in golden for h, e in zip(p["hf_tokens"], p["engine_tokens"], strict=True)]
     agree += _continuations(source, probe, windows)
     figures = {**_figures(quality), "greedy": sum(agree) / len(agree)}
-    return {
+    record = {
         "run": DONE,
-        "text": name,
+        "text": text.name,
         "windows": len(windows),
         "window": max(map(len, windows)),
         "tokens": quality.tokens,
         **{name: _number(_DIGITS[name](value)) for name, value in figures.items()},
         "greedy_tokens": len(agree),
     }
+    return record, figures
 
 
 def _continuations(source: Source, probe: Probe, windows: Sequence[Sequence[int]]) -> list[bool]:
@@ -164,19 +175,27 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def evaluation_text(source: Source, exam: Exam, longest: int) -> tuple[str, list[list[int]]]:
-    """The text's name for the plan, never a path, and its windows."""
+def evaluation_text(source: Source, exam: Exam, longest: int) -> EvaluationText:
+    """What both sides will read; asked for before the build, whose minutes a text that cannot be used would cost.
+    Raises UsageError naming the option.
+    """
     from llmc.calibration.data import read_samples
     from llmc.calibration.quality import evaluation_windows
 
     length = min(exam.length, longest)
     if exam.text is None:
         try:
-            return DEFAULT_TEXT, evaluation_windows(source.encode, windows=exam.windows, length=length)
+            windows = evaluation_windows(source.encode, windows=exam.windows, length=length)
         except ValueError as error:
             raise UsageError(f"--eval-windows {exam.windows} --eval-length {exam.length}: {error}") from error
+        return EvaluationText(DEFAULT_TEXT, windows)
     samples = read_samples(source.checkpoint, exam.text, exam.windows, length, seed=0)
-    return f"{samples.source}, sha256 {samples.sha256}", [list(ids) for ids in samples.ids]
+    windows = [list(ids) for ids in samples.ids]
+    if max(map(len, windows)) < 2:
+        raise UsageError(
+            f"--eval {exam.text}: no window has two tokens: there is nothing to predict; a longer text has"
+        )
+    return EvaluationText(f"{samples.source}, sha256 {samples.sha256}", windows)
 
 
 def _json(value: object) -> bytes:

@@ -69,7 +69,11 @@ def build(
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
     progress = progress or Progress()
-    precision = precision or default_precision(model)
+    hashes = FileHashes(_cache("files", cache))
+    checkpoint = None
+    if precision is None:
+        checkpoint = _open(model, hashes)
+        precision = default_precision(checkpoint)
     exam = make_exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
     options = BuildOptions(
         precision=precision,
@@ -82,20 +86,20 @@ def build(
         cache=cache,
     )
     fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget, cache)
-    hashes = FileHashes(_cache("files", cache))
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
         require_lockable(Path(lock))
     with progress.stage("hash"):
         named = {"profile": profile if _is_path(profile) else None, "calib": calib, "eval": eval_text}
         files = {name: Path(value) for name, value in named.items() if value is not None}
-        settings = {**dataclasses.asdict(options), **exam.settings(), "fp8_budget": fp8_budget}
+        asked = {"fp8_activations": fp8_activations, "fp8_budget": fp8_budget}  # a choice and its default can differ
+        settings = {**dataclasses.asdict(options), **exam.settings(), **asked}
         key = builds.key(Inputs(Path(model), settings, files))
         report = builds.unchanged(key, Path(output))
     if report is not None:
         report = dataclasses.replace(report, seconds=dict(progress.seconds))
     else:
-        report = _build(Path(model), Path(output), options, exam, fp8, dump, hashes, progress)
+        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, fp8, dump, progress)
         builds.remember(key, Path(output), report)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
@@ -103,53 +107,57 @@ def build(
 
 
 def _build(
-    model: Path,
+    checkpoint: Checkpoint,
     output: Path,
     options: BuildOptions,
     exam: Exam,
     fp8: Fp8Options,
     dump: str | Path | None,
-    hashes: FileHashes,
     progress: Progress,
 ) -> BuildReport:
     """What `build` does where the plan is not there yet. Imports the compiler, which takes seconds."""
-    from llmc.builder.build import compile_plan
-    from llmc.builder.checkpoint import open_checkpoint
+    from llmc.builder.build import compile_plan, resolved_profile
     from llmc.builder.dump import DumpFolder
     from llmc.builder.verdict import Verdict
-    from llmc.examine import examine, require_judge
+    from llmc.examine import evaluation_text, examine, require_judge
     from llmc.parity import check_parity
     from llmc.profiles import load_target
     from llmc.source import Source
 
     target = load_target(options.target)
     require_judge(exam, target.fingerprint.features, str(target))
-    source = Source(open_checkpoint(model, hashes.sha256))
+    longest = resolved_profile(checkpoint, options, target).max_seq_len
+    source = Source(checkpoint, longest)
     require_writable(output)
     watch = DumpFolder(Path(dump)) if dump is not None else lambda stage: None
     with progress.stage("hash"):
-        source.checkpoint.pin()
-    _check_texts(source.checkpoint)
+        checkpoint.pin()
+    _check_texts(checkpoint)
     with progress.stage("parity"):
-        parity = check_parity(source.checkpoint)
-    table = fp8.table(source.checkpoint, options.precision, progress)
+        parity = check_parity(checkpoint)
+    text = evaluation_text(source, exam, longest) if exam.evaluate else None
+    table = fp8.table(checkpoint, options.precision, progress)
     options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
 
     def self_test(plan: Path) -> Verdict:
-        return examine(source, plan, exam, progress)
+        return examine(source, plan, exam, text, progress)
 
     settings = exam.settings()
     if table is not None and table.budget is not None:
         settings["fp8_budget"] = table.budget
-    return compile_plan(source.checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
+    return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
 
 
-def default_precision(model: str | Path) -> str:
+def default_precision(checkpoint: Checkpoint) -> str:
     """What a build that names no precision gets: bf16, or fp8 where the checkpoint is FP8 with scales of its own."""
+    quantization = checkpoint.quantization
+    return "fp8" if quantization and quantization.linears else "bf16"
+
+
+def _open(model: str | Path, hashes: FileHashes) -> Checkpoint:
     from llmc.builder.checkpoint import open_checkpoint
 
-    quantization = open_checkpoint(model).quantization
-    return "fp8" if quantization and quantization.linears else "bf16"
+    return open_checkpoint(model, hashes.sha256)
 
 
 def _is_path(profile: str) -> bool:
@@ -168,6 +176,8 @@ def dump_passes(
     *,
     precision: str | None = None,
     tp: int = 1,
+    profile: str = "chat",
+    target: str = "cpu",
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
     fp8_budget: float | None = None,
@@ -176,26 +186,29 @@ def dump_passes(
 ) -> None:
     """Writes the graph after each pass up to `stop_after` into the folder `dump`, and no plan. Raises LlmcError.
 
-    `calib`, `fp8_activations` and `fp8_budget` as for `build`; calibrates only where a pass needs it.
+    The options are those of `build`, of which rotary frequencies can depend on the profile's longest sequence;
+    calibrates only where a pass needs it.
     """
     from llmc.builder.build import run_stages
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.dump import DumpFolder
     from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
-    from llmc.source import Source
 
     progress = progress or Progress()
-    precision = precision or default_precision(model)
-    options = BuildOptions(precision=precision, tp=tp, verify_passes=verify_passes)
+    checkpoint = open_checkpoint(model)
+    precision = precision or default_precision(checkpoint)
+    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
     steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
-    source, watch = Source(open_checkpoint(model)), DumpFolder(Path(dump))
-    quantizes = "quantize" in map(pass_name, steps)
-    if calib is not None and not quantizes:
-        raise UsageError(f"--calib {calib}: quantize, which needs it, does not run before --stop-after {stop_after}")
     fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget)
-    table = fp8.table(source.checkpoint, precision, progress) if quantizes else None
+    quantizes = "quantize" in map(pass_name, steps)
+    for option, value in fp8.given().items() if not quantizes else ():
+        raise UsageError(
+            f"{option} {value}: quantize, which needs it, does not run before --stop-after {stop_after}; drop {option}"
+        )
+    watch = DumpFolder(Path(dump))
+    table = fp8.table(checkpoint, precision, progress) if quantizes else None
     options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
-    run_stages(source.checkpoint, options, table, progress, watch, stop_after)
+    run_stages(checkpoint, options, table, progress, watch, stop_after)
 
 
 def plan_memory(
@@ -205,9 +218,10 @@ def plan_memory(
     from llmc.builder.build import dry_run
     from llmc.builder.checkpoint import open_checkpoint
 
-    precision = precision or default_precision(model)
+    checkpoint = open_checkpoint(model)
+    precision = precision or default_precision(checkpoint)
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, kv_dtype=kv_dtype)
-    return dry_run(open_checkpoint(model), options)
+    return dry_run(checkpoint, options)
 
 
 def _check_texts(checkpoint: Checkpoint) -> None:

@@ -33,11 +33,11 @@ class Fp8Options:
     def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
         """None unless the precision is fp8. Raises UsageError for options without effect or against the table's own."""
         if precision != "fp8":
-            for option, value in self._given().items():
+            for option, value in self.given().items():
                 raise UsageError(f"{option} {value}: only an FP8 build is calibrated; add --fp8 or drop {option}")
             return None
         if checkpoint.quantization and checkpoint.quantization.linears:
-            for option, value in self._given().items():
+            for option, value in self.given().items():
                 raise UsageError(
                     f"{option} {value}: this checkpoint is FP8 already and brings its own scales; drop {option}"
                 )
@@ -65,7 +65,8 @@ class Fp8Options:
         """What the build's FP8 layers scale their inputs by."""
         return self.activations or (table.activations if table is not None else None) or "token"
 
-    def _given(self) -> dict[str, object]:
+    def given(self) -> dict[str, object]:
+        """What was asked for, by option."""
         options = {"--calib": self.calib, "--fp8-activations": self.activations, "--fp8-budget": self.budget}
         return {option: value for option, value in options.items() if value is not None}
 
@@ -74,7 +75,7 @@ class Fp8Options:
         if table.rounded is None and self.budget is not None:
             raise UsageError(f"--fp8-budget {self.budget}: {path} has ranges alone and keeps nothing; calibrate again")
         made = {"--fp8-activations": table.activations, "--fp8-budget": table.budget}
-        for option, value in self._given().items():
+        for option, value in self.given().items():
             if made.get(option) not in (None, value):
                 raise UsageError(
                     f"{option} {value}: {path} was made with {made[option]}; drop the option, or calibrate again"

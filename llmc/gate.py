@@ -19,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,10 @@ class Gate:
     greedy: float
 
     def __str__(self) -> str:
-        """As `--gate` takes it."""
-        values = dataclasses.asdict(self)
-        return ",".join(
-            f"{key}={value * 100:g}%" if key == "ppl" else f"{key}={value:g}" for key, value in values.items()
-        )
+        """As `--gate` takes it, to the last digit: two gates that differ are written differently."""
+        values = {key: Decimal(repr(value)) for key, value in dataclasses.asdict(self).items()}
+        values["ppl"] *= 100
+        return ",".join(f"{key}={value.normalize():f}{'%' if key == 'ppl' else ''}" for key, value in values.items())
 
     def broken(self, figures: Mapping[str, Any]) -> tuple[str, ...]:
         """What is beyond its bound, each with figure and bound; NaN is beyond every bound."""
@@ -138,8 +138,8 @@ def parse_gate(text: str | None, precision: str) -> Gate | None:
 def _number(text: str, key: str, value: str) -> float:
     """A ratio, perhaps in percent: from 0 on, and to 1 where it is a share."""
     try:
-        number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
+        number = float(Decimal(value.removesuffix("%")) / (100 if value.endswith("%") else 1))
+    except InvalidOperation:
         number = math.nan
     most = math.inf if _FIGURES[key][2] else 1.0
     if not 0 <= number <= most or math.isinf(number):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import llmc
+from llmc import examine
 from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import EnvironmentFault
 from llmc.artifacts.plan import Plan
@@ -99,15 +100,32 @@ def test_bounds_of_the_users_own_and_none(model: Path, tmp_path: Path) -> None:
     assert quality["kl"] >= 0
 
 
+def test_the_gate_judges_what_was_measured_not_what_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(examine._DIGITS, "kl", lambda kl: 0.0)
+    report = tmp_path / "report.json"
+    result = run(
+        "build", "--model", model, "-o", tmp_path / "x.plan", *SMALL_OPTIONS, "--gate", "kl=0", "--report", report
+    )
+    assert result.exit_code == GATE, result.output
+    assert json.loads(report.read_text())["quality"]["kl"] == 0
+
+
 def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:
     text, plan = tmp_path / "mine.txt", tmp_path / "x.plan"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     llmc.build(model, plan, eval_text=text, **SMALL)
     assert quality_of(plan)["text"].startswith("text of mine.txt, sha256 ")
-    text.write_text("")
-    refused = run("build", "--model", model, "-o", plan, "--eval", text)
-    assert refused.exit_code == 2
-    assert "mine.txt" in refused.output
+
+
+def test_a_text_that_cannot_be_used_is_refused_before_the_build(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("")
+    for options in (("--eval", tmp_path / "mine.txt"), ("--eval-windows", 10_000)):
+        refused = run("build", "--model", model, "-o", tmp_path / "x.plan", *options)
+        assert refused.exit_code == 2
+        assert f"{options[0]} {options[1]}" in refused.output or "mine.txt: holds no text" in refused.output
+        assert not {"trace", "compile", "weights"} & {line.split(" ")[0] for line in refused.output.splitlines()}
 
 
 def test_no_comparison_says_so(model: Path, tmp_path: Path) -> None:

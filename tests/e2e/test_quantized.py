@@ -11,6 +11,7 @@ import torch
 from llmc import flow
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
+from llmc.builder.checkpoint import open_checkpoint
 from llmc.runtime.selftest import Probe
 from tests.models import save_checkpoint
 from tests.quantized import save_blocks, save_compressed, save_experts, save_modelopt
@@ -59,7 +60,6 @@ def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path, family: str)
 
 
 def test_other_precisions_take_the_values_that_it_stands_for(tmp_path: Path) -> None:
-    from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.reference import load_reference, logits
 
     for folder in (save_modelopt(tmp_path / "modelopt"), save_blocks(tmp_path / "blocks")[0]):
@@ -133,6 +133,9 @@ def test_weights_alone_in_fp8_are_rounded_anew_and_say_so(tmp_path: Path) -> Non
 
 
 def test_a_build_without_a_precision_keeps_what_the_checkpoint_is(tmp_path: Path) -> None:
-    assert flow.default_precision(save_modelopt(tmp_path / "modelopt")) == "fp8"
-    assert flow.default_precision(save_blocks(tmp_path / "blocks")[0]) == "bf16"
-    assert flow.default_precision(save_checkpoint(tmp_path / "plain")) == "bf16"
+    for folder, precision in {
+        save_modelopt(tmp_path / "modelopt"): "fp8",
+        save_blocks(tmp_path / "blocks")[0]: "bf16",
+        save_checkpoint(tmp_path / "plain"): "bf16",
+    }.items():
+        assert flow.default_precision(open_checkpoint(folder)) == precision

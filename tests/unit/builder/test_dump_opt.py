@@ -123,6 +123,10 @@ def test_every_pass_is_listed_with_what_it_does() -> None:
         (("build", "--model", "MODEL", "--dump", "DIR", "--stop-after", "shard", "--json"), "what --json is for"),
         (("build", "--model", "MODEL", "--dump", "DIR", "--stop-after", "canonicalize", "--fp8", "--calib", "c.txt"),
          "quantize, which needs it"),
+        (("build", "--model", "MODEL", "--dump", "DIR", "--stop-after", "canonicalize", "--fp8", "--fp8-budget", "1.1"),
+         "--fp8-budget 1.1: quantize, which needs it"),
+        (("build", "--model", "MODEL", "--dump", "DIR", "--stop-after", "shard", "--profile", "chatt"),
+         "profile 'chatt' is neither"),
     ],
 )  # fmt: skip
 def test_wrong_usage(arguments: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:

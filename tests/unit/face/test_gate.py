@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmc.artifacts.errors import UsageError
 from llmc.gate import DEFAULTS, Gate, parse_gate
@@ -24,6 +26,11 @@ def test_all_bounds_as_text_and_back() -> None:
     assert parse_gate(TEXT, "fp8") == BOUNDS
     assert str(BOUNDS) == TEXT
     assert parse_gate(" ppl = 0.015 , top1 = 93%", "fp8") == dataclasses.replace(DEFAULTS["fp8"], ppl=0.015, top1=0.93)
+
+
+@given(st.builds(Gate, *[st.floats(0, 1)] * 5))
+def test_two_gates_that_differ_are_written_differently(gate: Gate) -> None:
+    assert parse_gate(str(gate), "fp8") == gate
 
 
 @pytest.mark.parametrize(
