@@ -3,9 +3,10 @@
 Comes in: a module whose forward takes hidden_states, top_k_index and top_k_weights. Goes out: a forward of the same
 meaning made of `llmc::grouped_linear`. Must not know: model families, graphs.
 
-The loop is run for the first and the last expert, on stand-ins for hidden states, weights and parameters that write
-down what is done to them: which matrices multiply, what happens between. Where both do the same, each to its own part
-of the same parameters, that is replayed on all tokens. Anything else raises UnsupportedError with the module's class.
+The loop is run for the first and the last expert, each with more tokens than it would ever get its share of, on
+stand-ins for hidden states, weights and parameters that write down what is done to them: which matrices multiply, what
+happens between. Where both take all their tokens, in order, and do the same to each of them, each with its own part of
+the same parameters, that is replayed on all tokens. Anything else raises UnsupportedError with the module's class.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from llmc.artifacts.errors import UnsupportedError
 
 _SIGNATURE = ["hidden_states", "top_k_index", "top_k_weights"]
 
+#: Tokens of a run: all choose the expert, which a loop with a capacity would not give all of them. A size of no model.
+_TOKENS = 61
 #: What a stand-in stands for: rows of tokens; the same times their weights; the sum of those; weights of tokens; a
 #: parameter of all experts, or a view of it; one expert's part of it.
 ROWS, WEIGHTED, SUM, MIX, STACK, EXPERT = "rows", "weighted", "sum", "mix", "stack", "expert"
@@ -89,7 +92,7 @@ def _apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [a for a in args if isinstance(a, _StandIn)] + [a for a in kwargs.values() if isinstance(a, _StandIn)]
     tape, roles = given[0].tape, [g.role for g in given]
     name = re.sub("^__r?|__$|_$", "", function.__name__)
-    if name == "index_add" and roles == [SUM, WEIGHTED] and tape.result is None:
+    if name == "index_add" and roles == [SUM, WEIGHTED] and tape.result is None and _adds_all(*args, **kwargs):
         tape.result = given[1].number
         return given[0]
     meta = function(*_metas(args), **{key: _metas(value) for key, value in kwargs.items()})
@@ -97,6 +100,40 @@ def _apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if made is None:
         raise UnsupportedError(f"its experts compute {name} of {', '.join(roles)}, which cannot be compiled")
     return made
+
+
+def _adds_all(total: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> bool:
+    """Whether an index_add adds each token's row to that token."""
+    return dim == 0 and alpha == 1 and torch.equal(index, torch.arange(_TOKENS))
+
+
+def _takes_all(call: _Call, first: _StandIn, shape: torch.Size) -> bool:
+    """Whether an index takes every token once, in order: none is dropped, none stands in another's place."""
+    numbers = torch.arange(_TOKENS)[:, None]
+    taken = call.function(numbers.expand(first.meta.shape), *call.args[1:], **call.kwargs)
+    wanted = numbers.expand(first.meta.shape)
+    return taken.shape == shape == wanted.shape and torch.equal(taken, wanted)
+
+
+def _is_by_row(call: _Call) -> bool:
+    """Whether a call does the same to rows [1,n] as to each of [3,2,n]: a row alone decides what becomes of it."""
+    generator = torch.Generator().manual_seed(0)
+    known: dict[int, torch.Tensor] = {}
+
+    def given(value: Any, place: tuple[int, int] | None) -> Any:
+        if not isinstance(value, _StandIn):
+            return value
+        rows = known.setdefault(value.number, torch.randn(3, 2, value.meta.shape[-1], generator=generator))
+        return rows.clone() if place is None else rows[place][None].clone()
+
+    def run(place: tuple[int, int] | None) -> torch.Tensor:
+        kwargs = {name: given(value, place) for name, value in call.kwargs.items()}
+        result: torch.Tensor = call.function(*(given(value, place) for value in call.args), **kwargs)
+        return result
+
+    together = run(None)
+    apart = torch.stack([torch.cat([run((i, j)) for j in range(2)]) for i in range(3)])
+    return together.shape == apart.shape and torch.allclose(together, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _result(tape: _Tape, name: str, call: _Call, given: list[_StandIn], meta: torch.Tensor) -> _StandIn | None:
@@ -107,8 +144,8 @@ def _result(tape: _Tape, name: str, call: _Call, given: list[_StandIn], meta: to
         return _StandIn(tape, SUM, meta)
     if name in ("view", "reshape", "to", "type_as") and roles <= {SUM, ROWS, WEIGHTED} and (same or SUM in roles):
         return _StandIn(tape, first.role, meta, first.number)
-    if name == "getitem" and roles in ({ROWS}, {MIX}):  # by the tokens that chose the expert: all of them, later
-        return _StandIn(tape, first.role, meta, first.number)
+    if name == "getitem" and roles in ({ROWS}, {MIX}):  # by the tokens that chose the expert
+        return _StandIn(tape, first.role, meta, first.number) if _takes_all(call, first, meta.shape) else None
     if roles == {STACK}:
         return _of_parameter(tape, name, call, first, meta)
     if roles == {EXPERT} and name in ("t", "transpose") and meta.dim() == 2:
@@ -117,7 +154,7 @@ def _result(tape: _Tape, name: str, call: _Call, given: list[_StandIn], meta: to
         rows = next(g for g in given if g.role == ROWS)
         return _StandIn(tape, WEIGHTED, meta, rows.number) if meta.shape == rows.meta.shape else None
     multiplies = name in ("matmul", "linear") and [g.role for g in given] == [ROWS, EXPERT]
-    if multiplies or (roles == {ROWS} and meta.shape[:-1] == first.meta.shape[:-1]):
+    if multiplies or (roles == {ROWS} and meta.shape[:-1] == first.meta.shape[:-1] and _is_by_row(call)):
         tape.calls.append(call)
         return _StandIn(tape, ROWS, meta, len(tape.calls))
     return None
@@ -134,18 +171,18 @@ def _of_parameter(tape: _Tape, name: str, call: _Call, first: _StandIn, meta: to
 
 
 def _probe(module: torch.nn.Module, forward: Callable[..., Any], expert: int, hidden: int) -> _Tape:
-    """What one expert does to one row. The module's parameters are stand-ins meanwhile."""
+    """What one expert does to its rows. The module's parameters are stand-ins meanwhile."""
     tape = _Tape(expert)
     owners = [(owner, name, value) for owner in module.modules() for name, value in owner._parameters.items()]
     with _disable_current_modes():
-        row = _StandIn(tape, ROWS, torch.empty(1, hidden, device="meta"))
-        mix = _StandIn(tape, MIX, torch.empty(1, 1, device="meta"))
+        rows = _StandIn(tape, ROWS, torch.empty(_TOKENS, hidden, device="meta"))
+        mix = _StandIn(tape, MIX, torch.empty(_TOKENS, 1, device="meta"))
         try:
             for owner, name, value in owners:
                 if value is not None:
                     empty = torch.empty([int(d) for d in value.shape], device="meta")
                     owner._parameters[name] = _StandIn(tape, STACK, empty, recipe=value)
-            result = forward(row, torch.tensor([[expert]]), mix)
+            result = forward(rows, torch.full((_TOKENS, 1), expert), mix)
         finally:
             for owner, name, value in owners:
                 owner._parameters[name] = value

@@ -81,7 +81,13 @@ class _CountsAreTold(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is not torch.arange or not isinstance(result.shape[0], torch.SymInt):
             return result
-        if (len(args) > 1 and args[0] != 0) or result.shape[0].node.expr != self.ids.shape[1].node.expr:
+        given = {
+            **dict(zip(("start", "end", "step") if len(args) > 1 else ("end",), args, strict=False)),
+            **(kwargs or {}),
+        }
+        if (given.get("start", 0), given.get("step", 1)) != (0, 1):
+            return result
+        if result.shape[0].node.expr != self.ids.shape[1].node.expr:
             return result
         return self.positions[0].to(result.dtype)
 

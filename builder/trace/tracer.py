@@ -125,7 +125,7 @@ def _sources(exported: Exported, emitter: Emitter) -> dict[str, Any]:
         values[name] = _Weight(own_name(target))
     for name, target in signature.inputs_to_buffers.items():
         own = own_name(target)
-        stored = exported.stored is not None and own in exported.stored
+        stored = exported.stored is not None and target not in signature.non_persistent_buffers
         values[name] = _Weight(own) if stored else exported.buffers[own]
     for name, target in signature.inputs_to_lifted_tensor_constants.items():
         values[name] = exported.program.constants[target]
@@ -134,7 +134,7 @@ def _sources(exported: Exported, emitter: Emitter) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter that no node has read yet: it enters the graph where it is first used."""
+    """A parameter, or a stored buffer, that no node has read yet: it enters the graph where it is first used."""
 
     name: str
 

@@ -134,7 +134,8 @@ class _Evaluator:
     def __init__(self, program: torch.export.ExportedProgram, buffers: Mapping[str, torch.Tensor]) -> None:
         signature = program.graph_signature
         self.inputs = dict(zip(signature.user_inputs, ("ids", "positions", "rows"), strict=True))
-        self.constants = {n: buffers[own_name(t)] for n, t in signature.inputs_to_buffers.items()}
+        computed = signature.non_persistent_buffers  # what others hold, a checkpoint says
+        self.constants = {n: buffers[own_name(t)] for n, t in signature.inputs_to_buffers.items() if t in computed}
         self.constants |= {n: program.constants[t] for n, t in signature.inputs_to_lifted_tensor_constants.items()}
 
     def value(self, node: Any, tokens: int, known: dict[torch.fx.Node, Any]) -> Any:

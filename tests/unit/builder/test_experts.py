@@ -106,19 +106,21 @@ def test_experts_that_are_stored_otherwise_are_refused_by_name() -> None:
 
 
 class Looping(torch.nn.Module):
-    """Experts that are no experts of transformers' interface; `last` is what becomes of the last one's rows."""
+    """Experts that are no experts of transformers' interface; `last` is what becomes of the last one's rows, `chosen`
+    which of its tokens an expert takes.
+    """
 
-    def __init__(self, last: Any = None, between: Any = torch.relu) -> None:
+    def __init__(self, last: Any = None, between: Any = torch.relu, chosen: Any = lambda tokens: tokens) -> None:
         super().__init__()
         self.up = torch.nn.Parameter(torch.empty(3, 6, 4, device="meta"))
         self.down = torch.nn.Parameter(torch.empty(3, 4, 6, device="meta"))
-        self.last, self.between = last, between
+        self.last, self.between, self.chosen = last, between, chosen
 
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         total = torch.zeros_like(hidden_states)
         mask = torch.nn.functional.one_hot(top_k_index, 3).permute(2, 1, 0)
         for expert in range(3):
-            slot, token = torch.where(mask[expert])
+            slot, token = (self.chosen(places) for places in torch.where(mask[expert]))
             if not token.numel():
                 continue
             rows = self.between(torch.nn.functional.linear(hidden_states[token], self.up[expert]))
@@ -150,6 +152,13 @@ def test_a_loop_over_experts_becomes_grouped_linears() -> None:
         (Looping(last=torch.neg), "its first and its last expert compute different things"),
         (Looping(between=lambda rows: rows.sum(0)), "its experts compute sum of rows"),
         (Looping(between=lambda rows: rows.chunk(2, -1)[0]), "its experts compute chunk of rows"),
+        (Looping(chosen=lambda tokens: tokens[:2]), "its experts compute getitem of rows"),  # as a capacity does
+        (Looping(chosen=lambda tokens: tokens.flip(0)), "its experts compute getitem of rows"),
+        (Looping(between=lambda rows: rows.softmax(0)), "its experts compute softmax of rows"),
+        (
+            Looping(between=lambda rows: rows.softmax(1)),
+            "its experts compute softmax of rows",
+        ),  # 1: the token's choices
     ],
 )
 def test_a_loop_that_is_not_understood_is_refused(module: torch.nn.Module, reason: str) -> None:
