@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +56,9 @@ class GgufSource(Source):
         from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(str(self.root), gguf_file=self._path.name)
+            with tempfile.TemporaryDirectory(prefix="llmc-gguf-") as folder:
+                _write_outline(self._header, Path(folder) / self._path.name)
+                config = AutoConfig.from_pretrained(folder, gguf_file=self._path.name)
         except (ValueError, KeyError, AttributeError) as error:
             raise UnsupportedError(
                 f"{self._path}: transformers has no config for GGUF architecture {self._header.architecture!r} "
@@ -167,6 +170,32 @@ class _NamesOnly:
 
     def named_children(self) -> tuple[()]:
         return ()
+
+
+def _write_outline(header: GgufHeader, path: Path) -> None:
+    """A GGUF file with what a config follows from: metadata and the tensors' names, neither vocabulary nor values.
+    transformers' reader would take seconds for every token of it.
+    """
+    from gguf import GGUFValueType, GGUFWriter
+
+    writer = GGUFWriter(path, header.architecture)
+    size = {f"{header.architecture}.vocab_size": len(header.metadata.get("tokenizer.ggml.tokens", ()))}
+    for key, value in (size | header.metadata).items():
+        vocabulary = key.startswith("tokenizer.") and isinstance(value, list | str)
+        if key != "general.architecture" and not vocabulary and value != []:
+            first = value[0] if isinstance(value, list) else value
+            kind = GGUFValueType.INT64 if type(first) is int else GGUFValueType.get_type(first)
+            kind = GGUFValueType.FLOAT64 if isinstance(first, float) else kind
+            if isinstance(value, list):
+                writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=kind)
+            else:
+                writer.add_key_value(key, value, kind)
+    for name in header.tensors:
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _model_class(path: Path, config: Any) -> Any:

@@ -37,6 +37,14 @@ def test_tensors_equal_transformers_own_conversion(gguf: Gguf) -> None:
         assert np.array_equal(checkpoint.read(name), tensor.numpy()), name
 
 
+def test_the_config_is_the_one_that_transformers_reads_off_the_file(gguf: Gguf) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.from_pretrained(str(gguf[0].parent), gguf_file=gguf[0].name).to_diff_dict()
+    theirs.pop("_model_name_or_path", None)  # which file it was
+    assert open_checkpoint(gguf[0]).hf_config().to_diff_dict() == {**theirs, "architectures": ["LlamaForCausalLM"]}
+
+
 def test_config_and_model_info(gguf: Gguf) -> None:
     checkpoint = open_checkpoint(gguf[0])
     config = checkpoint.hf_config()
