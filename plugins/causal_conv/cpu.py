@@ -21,8 +21,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Pointer("in", 1),
             Pointer("in", 2) if attrs.bias else Literal("nullptr"),
             Pointer("out", 0),
-            Literal(str(env.state_offsets[attrs.state])),
-            Literal(str(env.slot_bytes)),
+            *env.state_place(attrs.state),
         ),
         strided=frozenset({Pointer("in", 0)}),
     )

@@ -13,7 +13,7 @@ typedef struct llmc_rank {
   const uint8_t* weights;     // this rank's weights member, mapped
   const uint8_t* shared;      // weights that all ranks share, mapped
   uint8_t* arena;             // activations; size from the manifest
-  uint8_t* kv;                // KV pool: num_blocks blocks for every layer, layout in plugins/paged_attention
+  uint8_t* kv;                // KV pool: num_blocks blocks for every layer, layouts in plugins/{paged,latent}_attention
   int64_t num_blocks;
   uint8_t* state;             // recurrent states: num_slots slots of every layer, layout in plugins/cpu/recurrent.h
   int64_t num_slots;

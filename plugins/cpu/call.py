@@ -148,6 +148,14 @@ class KernelEnv:
         """Smallest and largest value of a dimension."""
         return (dim, dim) if isinstance(dim, int) else {"T": self.tokens, "S": self.rows}[dim]
 
+    def kv_place(self, layer: int) -> tuple[Literal, Literal]:
+        """The arguments that say where a layer's part of the cache lies: its offset, and the bytes of a block."""
+        return Literal(str(self.kv_offsets[layer])), Literal(str(self.kv_block_bytes))
+
+    def state_place(self, state: int) -> tuple[Literal, Literal]:
+        """The arguments that say where a recurrent state lies: its offset, and the bytes of a slot."""
+        return Literal(str(self.state_offsets[state])), Literal(str(self.slot_bytes))
+
 
 def row_bytes(*types: TensorType) -> int:
     """Bytes of one row of each type together: all axes but the first."""

@@ -22,8 +22,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Literal(f"{float(attrs.scale)!r}f"),
             Literal(f"{NORM_EPS!r}f"),
             Pointer("out", 0),
-            Literal(str(env.state_offsets[attrs.state])),
-            Literal(str(env.slot_bytes)),
+            *env.state_place(attrs.state),
         ),
         strided=frozenset(Pointer("in", i) for i in range(5)),
     )

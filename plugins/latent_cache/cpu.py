@@ -18,7 +18,6 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     pointers: Sequence[Arg] = [Pointer("in", i) for i in range(used)] + [Literal("nullptr")] * (5 - used)
     strides: Sequence[Arg] = [RowStride("in", i) for i in range(used)] + [Literal("0")] * (5 - used)
     weight: Arg = Pointer("in", used) if a.norm_eps is not None else Literal("nullptr")
-    place = [Literal(str(env.kv_offsets[a.layer])), Literal(str(env.kv_block_bytes))]
     width = int(inputs[0].shape[1]) // a.heads
     norm = str(a.norm_eps is not None).lower()
     shape = f"{a.heads}, {a.latent}, {a.rope}, {env.block_size}, llmc::Turn::{_STYLES[a.style]}, {norm}"
@@ -33,7 +32,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Literal(str(width)),
             Literal(str(a.q_start)),
             Pointer("out", 0),
-            *place,
+            *env.kv_place(a.layer),
         ),
         strided=frozenset(Pointer("in", i) for i in range(used)),
     )

@@ -1,73 +1,37 @@
-// Attention of a step's queries over the paged cache, for one layer.
-//
-// Order, whatever the step, the threads or the ISA level: positions are cut into partitions of 256. In a partition a
-// score accumulates over head_dim, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
-// accumulate over keys. Partitions join a running (largest, sum, values) one after the other, a sink last of all. A
-// position that a query does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
-//
-// Work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a unit is a tile's work on one
-// partition. Threads own equal stretches of the units' total cost. A tile that several threads share is joined, after a
-// barrier, by the owner of its first unit, from the partial results the others left in their scratch.
+// Attention of a step's queries over the paged cache, for one layer. plugins/cpu/partitions.h has the order of arithmetic
+// and the division of work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a sink is joined last
+// of all.
 #pragma once
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
-#include "plugins/cpu/lanes.h"
-#include "plugins/cpu/runtime.h"
+#include "plugins/cpu/partitions.h"
 #include "plugins/paged_attention/scoring.h"
 
 namespace llmc {
 
 template <int H, int KH, int D, int DV, int BS, class KV, class S>
-class PagedAttention {
+class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, BS, KV, S>> {
   static_assert(BS % kLanes == 0 && kPartition % BS == 0, "block_size is 16, 32, 64, 128 or 256");
   static_assert(H % KH == 0, "heads share KV heads evenly");
+  using Base = PartitionedAttention<PagedAttention>;
+  friend Base;
 
  public:
   static constexpr int kGroup = H / KH;
   static constexpr int kTileTokens = kGroup >= kTileRows ? 1 : kTileRows / kGroup;
   static constexpr int kRows = kTileTokens * kGroup;
   static constexpr int kFull = DV / kLanes, kRest = DV % kLanes;
-  static constexpr int kWidth = (DV + kLanes - 1) / kLanes * kLanes;  // floats of a row's values
-  static constexpr int kStride = kWidth + kLanes;                    // the values, then largest score and sum
+  static constexpr int64_t kOwn = 0;
+  using Rows = Partial<DV>;
 
-  // What a thread leaves for others: a partial result for each partition of one tile.
-  static constexpr int64_t scratch_bytes(int max_seq_len) {
-    return int64_t(sizeof(float)) * kRows * kStride * ((max_seq_len + kPartition - 1) / kPartition);
-  }
-
-  PagedAttention(const Ctx& c, int tid, const PagedInputs& in, float* out)
-      : c_(c), step_(*c.step), tid_(tid), in_(in), out_(out) {}
+  PagedAttention(const Ctx& c, int tid, const PagedInputs& in, float* out) : Base(c, tid), in_(in), out_(out) {}
 
   void run() {
-    for_tiles([this](const Tile& t, int64_t) { total_ += cost(t) * KH; });
-    bool shared = false;
-    Tile pending{};
-    int64_t pending_start = -1;
-    alignas(64) float running[kRows * kStride];
-    for_tiles([&](Tile t, int64_t start) {
-      for (t.kv_head = 0; t.kv_head < KH; ++t.kv_head, start += cost(t)) {
-        const int first_owner = owner(start);
-        const bool is_shared = first_owner != owner(start + unit_start(t, t.last_part));
-        shared |= is_shared;
-        if (first_owner == tid_) {
-          begin(running, t.rows());
-          work(t, start, running);
-          if (is_shared)
-            pending = t, pending_start = start;
-          else
-            finish(t, running);
-        } else if (is_shared) {
-          work(t, start, nullptr);
-        }
-      }
-    });
-    if (!shared) return;
-    c_.barrier(tid_);
-    if (pending_start < 0) return;
-    join_others(pending, pending_start, running);
-    finish(pending, running);
+    alignas(64) float queries[kRows * D], scores[kRows * kPartition];
+    alignas(64) float running[kRows * Rows::kStride], partial[kRows * Rows::kStride];
+    queries_ = queries, scores_ = scores;
+    this->run_tiles(running, partial);
   }
 
  private:
@@ -79,14 +43,11 @@ class PagedAttention {
     int begin() const { return first_key(position); }  // the first key that any query sees
   };
 
-  const Ctx& c_;
-  const llmc_step& step_;
-  int tid_;
+  using Base::c_;
+  using Base::step_;
   const PagedInputs& in_;
   float* out_;
-  int64_t total_ = 0;
-
-  static constexpr float kNone = -std::numeric_limits<float>::infinity();
+  float *queries_ = nullptr, *scores_ = nullptr;
 
   // The first key that a query at a position sees; never before that of an earlier query.
   static int first_key(int position) {
@@ -96,10 +57,9 @@ class PagedAttention {
     return first;
   }
 
-  // Calls f(tile of KV head 0, cost of everything before it).
+  // Calls f(tile of KV head 0).
   template <class F>
-  void for_tiles(F f) const {
-    int64_t start = 0;
+  void for_queries(F f) const {
     for (int s = 0; s < step_.num_seqs; ++s) {
       const int first = step_.query_start[s], last = step_.query_start[s + 1];
       const int ahead = step_.context_len[s] - last;  // position - token
@@ -107,10 +67,16 @@ class PagedAttention {
         Tile t{s, token, std::min(kTileTokens, last - token), ahead + token, 0, 0, 0};
         t.first_part = t.begin() / kPartition;
         t.last_part = (t.end() - 1) / kPartition;
-        f(t, start);
-        start += cost(t) * KH;
+        f(t);
       }
     }
+  }
+  template <class F>
+  void for_tiles(F f) const {
+    int64_t start = 0;
+    for_queries([&](Tile t) {
+      for (; t.kv_head < KH; ++t.kv_head, start += cost(t)) f(t, start);
+    });
   }
 
   // Keys times rows, the reading of a key counting as four rows, plus something for each unit.
@@ -122,50 +88,15 @@ class PagedAttention {
   static int64_t cost(const Tile& t) {
     return unit_start(t, t.last_part) + (t.end() - std::max(t.begin(), t.last_part * kPartition)) * key_cost(t) + 512;
   }
-  int64_t stretch(int thread) const { return total_ * thread / c_.threads; }
-  int owner(int64_t start) const {
-    int thread = int(start * c_.threads / total_);
-    while (stretch(thread + 1) <= start) ++thread;
-    while (stretch(thread) > start) --thread;
-    return thread;
+  int64_t cost() const {
+    int64_t total = 0;
+    for_queries([&](const Tile& t) { total += cost(t) * KH; });
+    return total;
   }
 
-  // This thread's units of a tile: into `running`, or each into the scratch.
-  void work(const Tile& t, int64_t start, float* running) {
-    alignas(64) float queries[kRows * D], scores[kRows * kPartition], partial[kRows * kStride];
-    bool loaded = false;
-    float* next = thread_scratch(tid_);
-    for (int part = t.first_part; part <= t.last_part; ++part) {
-      if (owner(start + unit_start(t, part)) != tid_) continue;
-      if (!loaded) load_queries(t, queries);
-      loaded = true;
-      float* to = running ? partial : next;
-      unit(t, part, queries, scores, to);
-      if (running)
-        join<kWidth>(running, to, t.rows());
-      else
-        next += kRows * kStride;
-    }
-  }
-
-  void join_others(const Tile& t, int64_t start, float* running) const {
-    int last_owner = tid_;
-    const float* next = nullptr;
-    for (int part = t.first_part; part <= t.last_part; ++part) {
-      const int from = owner(start + unit_start(t, part));
-      if (from == tid_) continue;
-      if (from != last_owner) next = thread_scratch(from);
-      last_owner = from;
-      join<kWidth>(running, next, t.rows());
-      next += kRows * kStride;
-    }
-  }
-
-  float* thread_scratch(int thread) const { return reinterpret_cast<float*>(c_.scratch(thread)); }
-
-  void load_queries(const Tile& t, float* queries) const {
+  void load_queries(const Tile& t) const {
     for (int i = 0; i < t.tokens; ++i)
-      std::copy_n(in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries + i * kGroup * D);
+      std::copy_n(in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries_ + i * kGroup * D);
   }
 
   // ---- one partition ----
@@ -192,19 +123,20 @@ class PagedAttention {
     return s;
   }
 
-  void unit(const Tile& t, int part, const float* queries, float* scores, float* to) const {
+  void unit(const Tile& t, int part, float* to) const {
     const Span s = span(t, part);
     for_rows(t.rows(), [&](auto rows, int r) {
-      score_rows<decltype(rows)::value>(s, t.kv_head, queries + r * D, scores + r * kPartition, r == 0);
+      score_rows<decltype(rows)::value>(s, t.kv_head, queries_ + r * D, scores_ + r * kPartition, r == 0);
     });
     for (int r = 0; r < t.rows(); ++r) {
       const int base = part * kPartition, position = t.position + r / kGroup;
       const int first = std::max(first_key(position) - base, 0), last = std::min(position - base + 1, kPartition);
-      const Bias bias{S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position};
-      softmax(s, first, last, bias, scores + r * kPartition, to + r * kStride + kWidth);
+      const Score score(in_, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position);
+      softmax(s.first_group, s.end_group, first, last, score, scores_ + r * kPartition,
+              to + r * Rows::kStride + Rows::kWidth);
     }
     for_rows(t.rows(), [&](auto rows, int r) {
-      value_rows<decltype(rows)::value>(s, t.kv_head, scores + r * kPartition, to + r * kStride, r == 0);
+      value_rows<decltype(rows)::value>(s, t.kv_head, scores_ + r * kPartition, to + r * Rows::kStride, r == 0);
     });
   }
 
@@ -232,17 +164,6 @@ class PagedAttention {
   static constexpr bool fetches(int rows) { return rows <= 4; }
   static void fetch(const KV* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-  // Calls f(an integral constant R, first row) with register tiles of R rows.
-  static constexpr int kMaxTile = LLMC_WIDE ? 8 : 6;
-  template <class F>
-  static void for_rows(int rows, F f) {
-    int r = 0;
-    for (; rows - r >= kMaxTile; r += kMaxTile) f(std::integral_constant<int, kMaxTile>(), r);
-    for (; rows - r >= 4; r += 4) f(std::integral_constant<int, 4>(), r);
-    if (rows - r == 3) f(std::integral_constant<int, 3>(), r);
-    if (rows - r == 2) f(std::integral_constant<int, 2>(), r);
-    if (rows - r == 1) f(std::integral_constant<int, 1>(), r);
-  }
   // Vectors beside R rows that the registers have room for.
   static constexpr int columns(int rows) {
     if (LLMC_WIDE) return rows > 4 ? 2 : rows > 1 ? 4 : 8;
@@ -302,39 +223,21 @@ class PagedAttention {
       for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, acc[r][n]);
   }
 
-  // slope * (key position - query position); `distance`: that of the partition's first key.
-  struct Bias {
-    float slope;
-    int distance;
-  };
   static int head_of(const Tile& t, int row) { return t.kv_head * kGroup + row % kGroup; }
 
-  // One row's scores become weights for the keys [first, last); state: largest score and sum, which is 0 for no key.
-  void softmax(const Span& s, int first, int last, Bias bias, float* scores, float* state) const {
-    const Lanes none = splat(kNone), from = splat(float(first)), to = splat(float(last));
-    Lanes top = none, total = splat(0);
-    for (int g = s.first_group; g < s.end_group; ++g) {
-      const int key = g * kLanes;
-      Lanes x = load(scores + key) * splat(in_.scale);
-      if constexpr (S::softcap) x = tanh(x / splat(in_.softcap)) * splat(in_.softcap);
-      if constexpr (S::slopes) x = fma(iota() + splat(float(key + bias.distance)), splat(bias.slope), x);
-      if (key < first || key + kLanes > last) {
-        const Lanes index = iota() + splat(float(key));
-        x = select((index >= from) & (index < to), x, none);
-      }
-      store(scores + key, x);
-      top = max(top, x);
+  // What a product of query and key scores; `distance`: from the query's position to that of the partition's first key.
+  struct Score {
+    Lanes scale, softcap, slope;
+    int distance;
+    Score(const PagedInputs& in, float own_slope, int to_first)
+        : scale(splat(in.scale)), softcap(splat(in.softcap)), slope(splat(own_slope)), distance(to_first) {}
+    Lanes operator()(Lanes product, int key) const {
+      Lanes x = product * scale;
+      if constexpr (S::softcap) x = tanh(x / softcap) * softcap;
+      if constexpr (S::slopes) x = fma(iota() + splat(float(key + distance)), slope, x);
+      return x;
     }
-    const bool empty = first >= last;
-    const float most = empty ? 0 : largest(top);
-    for (int g = s.first_group; g < s.end_group; ++g) {
-      const Lanes weight = exp(load(scores + g * kLanes) - splat(most));
-      store(scores + g * kLanes, weight);
-      total = total + weight;
-    }
-    state[0] = empty ? kNone : most;
-    state[1] = sum(total);
-  }
+  };
 
   template <int R>
   static void value_rows(const Span& s, int kv_head, const float* weights, float* to, bool first) {
@@ -365,29 +268,22 @@ class PagedAttention {
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) store(to + r * kStride + column + n * kLanes, acc[r][n]);
-  }
-
-  static void begin(float* running, int rows) {
-    std::fill_n(running, rows * kStride, 0.0f);
-    for (int r = 0; r < rows; ++r) running[r * kStride + kWidth] = kNone;
+      for (int n = 0; n < N; ++n) store(to + r * Rows::kStride + column + n * kLanes, acc[r][n]);
   }
 
   void finish(const Tile& t, float* running) const {
-    for (int r = 0; r < t.rows(); ++r, running += kStride) {
+    for (int r = 0; r < t.rows(); ++r, running += Rows::kStride) {
       const int64_t token = t.token + r / kGroup, head = head_of(t, r);
       if constexpr (S::sinks) join_sink(running, in_.sinks[head]);
-      float* to = out_ + (token * H + head) * DV;
-      // + 0: a zero is +0 whether or not positions of weight 0 were added.
-      for (int i = 0; i < DV; ++i) to[i] = running[i] / running[kWidth + 1] + 0.0f;
+      Rows::finish(running, out_ + (token * H + head) * DV);
     }
   }
 
   // One more score, whose value is 0.
   static void join_sink(float* running, float sink) {
-    float partial[kStride] = {};
-    partial[kWidth] = sink, partial[kWidth + 1] = 1;
-    join<kWidth>(running, partial, 1);
+    float partial[Rows::kStride] = {};
+    partial[Rows::kWidth] = sink, partial[Rows::kWidth + 1] = 1;
+    Rows::join(running, partial, 1);
   }
 };
 

@@ -22,13 +22,16 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     pointers = [Pointer("in", n) if has else Literal("nullptr") for n, has in zip(numbers, present, strict=True)]
     strides = [RowStride("in", i) for i in range(rows)] + [Literal("0")] * (5 - rows)
     eps = Literal(f"{attrs.qk_norm_eps or 0.0!r}f")
-    place = [Literal(str(env.kv_offsets[attrs.layer])), Literal(str(env.kv_block_bytes))]
     widths = f"{attrs.heads}, {attrs.kv_heads}, {attrs.head_dim}, {attrs.value_dim}, {attrs.rotary}"
     cache = f"{env.block_size}, {C_TYPES[env.kv_dtype]}"
     return CpuCall(
         header="plugins/rope_cache/cpu.h",
         function=f"rope_cache<{widths}, {_STYLES[attrs.style]}, {_norming(attrs)}, {cache}>",
-        args=(Call("llmc::RopeInputs", (*pointers[:5], *strides, *pointers[5:], eps)), Pointer("out", 0), *place),
+        args=(
+            Call("llmc::RopeInputs", (*pointers[:5], *strides, *pointers[5:], eps)),
+            Pointer("out", 0),
+            *env.kv_place(attrs.layer),
+        ),
         strided=frozenset(Pointer("in", i) for i in range(rows)),
     )
 

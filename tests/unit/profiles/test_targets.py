@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmc.artifacts.errors import UsageError
-from llmc.plugins.paged_attention.cpu import BLOCK_SIZES
+from llmc.plugins.cpu.blocks import BLOCK_SIZES
 from llmc.profiles import load_target, target_names
 
 
