@@ -26,7 +26,7 @@ from llmc.artifacts.errors import CheckpointError, UsageError
 #: Raised by one whenever a reader of the older number could misread the newer table.
 TABLE_VERSION = 2
 _READABLE = (1, 2)
-ACTIVATIONS = ("token", "static")
+ACTIVATIONS = ("token", "static", "none")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Reader:
             return {}
         activations = self.field(value, "activations", str)
         if activations not in ACTIVATIONS:
-            raise UsageError(f"{self.where}: activations is {activations!r}, expected {' or '.join(ACTIVATIONS)}")
+            raise UsageError(f"{self.where}: activations is {activations!r}, expected {', '.join(ACTIVATIONS)}")
         rounded = self.field(value, "rounded", dict)
         file = self.field(rounded, "file", str)
         if Path(file).name != file:

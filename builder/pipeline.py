@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.calibration import ACTIVATIONS, CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.builder.checkpoint.source import Quantization
@@ -107,7 +107,7 @@ class Verifier(Protocol):
 @dataclass(frozen=True)
 class CompileOptions:
     """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
-    `table` is the calibration and `fp8_activations` token|static says whether it is needed; `own` is what the
+    `table` is the calibration and `fp8_activations` token|static|none says what becomes of inputs; `own` is what the
     checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs before and after it.
     """
 
@@ -226,8 +226,8 @@ def check_options(options: CompileOptions) -> None:
     """Raises UsageError for options that do not exist, with the names of those that do."""
     if options.precision not in PRECISIONS:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
-    if options.fp8_activations not in ("token", "static"):
-        raise UsageError(f"fp8 activations {options.fp8_activations!r} are neither token nor static")
+    if options.fp8_activations not in ACTIVATIONS:
+        raise UsageError(f"fp8 activations {options.fp8_activations!r} is not one of {', '.join(ACTIVATIONS)}")
     if options.kv_dtype not in (None, "f32", "bf16"):
         raise UsageError(f"kv dtype {options.kv_dtype!r} is neither f32 nor bf16")
     if options.tp < 1:

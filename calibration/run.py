@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
+from llmc.artifacts.calibration import ACTIVATIONS, CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
 from llmc.artifacts.files import temporary_beside, write_file
 from llmc.artifacts.hashing import sha256_file
@@ -51,7 +51,7 @@ _SENSITIVITY = 4
 class CalibrationOptions:
     """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` (None:
     as many as memory allows, at most 16) of `tokens` tokens each (None: 256, or what the model takes). `activations`
-    token|static; `budget`: the linear layers take at most so many times the bytes of pure FP8.
+    token|static|none; `budget`: the linear layers take at most so many times the bytes of pure FP8.
     """
 
     data: Path | None = None
@@ -71,8 +71,8 @@ class CalibrationOptions:
             raise UsageError(f"calibration samples of {tokens} tokens exceed the model's {limit} positions")
         if not 1 <= self.budget <= 2:
             raise UsageError(f"an FP8 budget of {self.budget} is outside 1.0 (all FP8) to 2.0 (all bf16)")
-        if self.activations not in ("token", "static"):
-            raise UsageError(f"fp8 activations {self.activations!r} are neither token nor static")
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(f"fp8 activations {self.activations!r} is not one of {', '.join(ACTIVATIONS)}")
         return self.samples or _sample_count(checkpoint, tokens), tokens
 
 
@@ -156,7 +156,7 @@ def _calibrate(
                 writer.add(path, grid, outcome.rounded.scale[:, 0].numpy())
             progress("rounding", len(ranges), len(modules))
 
-        round_model(model, samples.ids, kept, options.activations == "static", amax, sink)
+        round_model(model, samples.ids, kept, options.activations, amax, sink)
         if missing := sorted(modules.keys() - ranges.keys()):
             raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
     os.replace(partial_side, side)

@@ -33,13 +33,13 @@ Quantizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def quantizer(activations: str) -> Quantizer:
-    """For scales by token, or a static one (activations token|static): of the tokens at hand, found as the calibration
-    finds it.
-    """
+    """For activations token|static|none. A static scale is found from the tokens at hand, as calibration finds it."""
 
     def with_static_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return static(x, search_input_scale(x, float(x.abs().max()), weight.square().mean(0)))
 
+    if activations == "none":
+        return lambda x, weight: x
     return with_static_scale if activations == "static" else lambda x, weight: per_token(x)
 
 

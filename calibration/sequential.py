@@ -42,24 +42,28 @@ def round_model(
     model: Any,
     samples: Sequence[Sequence[int]],
     kept: frozenset[str],
-    static: bool,
+    activations: str,
     amax: Amax,
     sink: Callable[[str, Outcome], None],
 ) -> None:
-    """Tells `sink` of each module as it is done. `static`: inputs are rounded with one scale, else with one a token."""
+    """Tells `sink` of each module as it is done. `activations`: inputs are rounded with one scale a token, with one
+    static scale, or none is.
+    """
     longest = max(map(len, samples))
     ids = torch.zeros((len(samples), longest), dtype=torch.long)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample)] = torch.tensor(list(sample))
     real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
     modules = linear_modules(model)
-    streams = _Streams(modules, real.flatten(), kept, static, amax, sink)
+    streams = _Streams(modules, real.flatten(), kept, activations, amax, sink)
     with torch.inference_mode(), replaced(modules, streams.forward):
         model(ids.repeat(2, 1), use_cache=False, logits_to_keep=1)
 
 
 class _Input:
-    """What the modules that read one input share: `exact` and `given` [T, K], and what FP8 makes of the given."""
+    """What the modules that read one input share: of `exact` and `given` [T, K] its range and static scale, and `seen`,
+    what the engine multiplies of the given.
+    """
 
     def __init__(self, exact: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, streams: _Streams) -> None:
         self._real = streams.real
@@ -67,7 +71,9 @@ class _Input:
         rows = exact[streams.real]
         self.amax = float(streams.amax(rows, None))
         self.scale = search_input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
-        self.seen = static(given, self.scale) if streams.static else per_token(given)
+        self.seen = given
+        if streams.activations != "none":
+            self.seen = static(given, self.scale) if streams.activations == "static" else per_token(given)
 
     def hessian(self) -> Hessian:
         if self._hessian is None:
@@ -83,11 +89,12 @@ class _Streams:
         modules: Mapping[str, nn.Module],
         real: torch.Tensor,
         kept: frozenset[str],
-        static: bool,
+        activations: str,
         amax: Amax,
         sink: Callable[[str, Outcome], None],
     ) -> None:
-        self.modules, self.real, self.kept, self.static, self.amax, self._sink = modules, real, kept, static, amax, sink
+        self.modules, self.real, self.kept, self.amax, self._sink = modules, real, kept, amax, sink
+        self.activations = activations
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
 

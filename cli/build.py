@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.core import ParameterSource
 
+from llmc.artifacts.calibration import ACTIVATIONS
 from llmc.cli.config import load_config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _OF_STOP_AFTER = frozenset(
     type=click.Path(path_type=Path),
     help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
 )
-@click.option("--fp8", is_flag=True, help="FP8 E4M3 weights and activations, calibrated; the output head stays bf16.")
+@click.option("--fp8", is_flag=True, help="FP8 E4M3 weights, rounded with calibration; the output head stays bf16.")
 @click.option(
     "--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16, or as in an FP8 checkpoint."
 )
@@ -55,8 +56,9 @@ _OF_STOP_AFTER = frozenset(
 )
 @click.option(
     "--fp8-activations",
-    type=click.Choice(("token", "static")),
-    help="Scales of FP8 inputs: each token's own, or calibrated ones. Default: token.",
+    type=click.Choice(ACTIVATIONS),
+    help="FP8 inputs scaled by each token's range, or by calibration; none: float32 inputs. Default: the table's, then "
+    "what suits the target (cpu: none).",
 )
 @click.option(
     "--fp8-budget",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from llmc.artifacts.calibration import ACTIVATIONS
+
 
 @click.command(name="calibrate")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
@@ -18,7 +20,7 @@ import click
 @click.option("--samples", type=click.IntRange(min=1), help="Sequences to run. Default: 16, or what memory allows.")
 @click.option("--tokens", type=click.IntRange(min=2), help="Tokens of each. Default: 256, or what the model takes.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Which samples are drawn.")
-@click.option("--fp8-activations", default="token", show_default=True, type=click.Choice(("token", "static")))
+@click.option("--fp8-activations", default="none", show_default=True, type=click.Choice(ACTIVATIONS))
 @click.option(
     "--fp8-budget",
     default=1.10,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @click.option("--precision", default="bf16", show_default=True, help="What quantize stores: fp32, bf16 or fp8.")
 @click.option(
     "--fp8-activations",
-    default="token",
+    default="none",
     show_default=True,
-    help="token or static (needs --calib): of quantize, fp8.",
+    help="token, static (needs --calib) or none: of quantize, fp8.",
 )
 @click.option("--calib", type=click.Path(path_type=Path), help="Calibration table (.json), for quantize with fp8.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard makes.")

@@ -21,6 +21,7 @@ from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
 from llmc.fp8 import Fp8Options
 from llmc.gate import Exam, make_exam
+from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def build(
         verify_passes=verify_passes,
         cache=cache,
     )
-    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget, cache)
+    fp8 = Fp8Options(
+        None if calib is None else Path(calib), fp8_activations, fp8_budget, cache, load_target(target).fp8_activations
+    )
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
         require_lockable(Path(lock))
@@ -121,7 +124,6 @@ def _build(
     from llmc.builder.verdict import Verdict
     from llmc.examine import evaluation_text, examine, require_judge
     from llmc.parity import check_parity
-    from llmc.profiles import load_target
     from llmc.source import Source
 
     target = load_target(options.target)
@@ -199,7 +201,8 @@ def dump_passes(
     precision = precision or default_precision(checkpoint)
     options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
     steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
-    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget)
+    usual = load_target(target).fp8_activations
+    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget, usual=usual)
     quantizes = "quantize" in map(pass_name, steps)
     for option, value in fp8.given().items() if not quantizes else ():
         raise UsageError(

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """`calib`: a table (.json), or data to calibrate with (.txt, .jsonl, a folder); `activations` token|static;
-    `budget`: linear layers take at most so many times the bytes of pure FP8. None: the default, or the table's own.
-    `cache`: a table that was made before is taken again.
+    """`calib`: a table (.json), or data to calibrate with (.txt, .jsonl, a folder); `activations` token|static|none;
+    `budget`: linear layers take at most so many times the bytes of pure FP8. None: the table's own, or the default,
+    which for activations is `usual`, the target's. `cache`: a table that was made before is taken again.
     """
 
     calib: Path | None = None
     activations: str | None = None
     budget: float | None = None
     cache: bool = True
+    usual: str = "token"
 
     def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
         """None unless the precision is fp8. Raises UsageError for options without effect or against the table's own."""
@@ -50,9 +51,7 @@ class Fp8Options:
         from llmc.calibration import CalibrationOptions, cached_table
 
         options = CalibrationOptions(data=self.calib)
-        options = replace(
-            options, activations=self.activations or options.activations, budget=self.budget or options.budget
-        )
+        options = replace(options, activations=self.activations or self.usual, budget=self.budget or options.budget)
         with progress.stage("calibrate"):
             table, reused = cached_table(
                 checkpoint, options, lambda _, done, total: progress.advanced("calibrate", done, total), self.cache
@@ -62,8 +61,8 @@ class Fp8Options:
         return table
 
     def activations_of(self, table: CalibrationTable | None) -> str:
-        """What the build's FP8 layers scale their inputs by."""
-        return self.activations or (table.activations if table is not None else None) or "token"
+        """What the build's FP8 layers make of their inputs."""
+        return self.activations or (table.activations if table is not None else None) or self.usual
 
     def given(self) -> dict[str, object]:
         """What was asked for, by option."""

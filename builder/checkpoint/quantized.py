@@ -138,7 +138,7 @@ class QuantizedSource(Source):
     @cached_property
     def quantization(self) -> Quantization:
         """Where the stored bytes are. Reads the inputs' scales (one number a module)."""
-        if self._scheme.block is not None or self._scheme.activations == "none":
+        if self._scheme.block is not None:
             return Quantization(self._scheme)
         return Quantization(self._scheme, {name.rpartition(".")[0]: self._linear(name) for name in self._scales})
 
@@ -208,7 +208,7 @@ class QuantizedSource(Source):
         return StoredLinear(name, self._scales[name], self._input_scale(module))
 
     def _input_scale(self, module: str) -> float | None:
-        if self._scheme.activations == "token":
+        if self._scheme.activations != "static":
             return None
         name = f"{module}.input_scale"
         if name not in self._inner.tensors or math.prod(self._inner.tensors[name].shape) != 1:

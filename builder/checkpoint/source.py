@@ -57,7 +57,7 @@ class StoredLinear:
 @dataclass(frozen=True)
 class Quantization:
     """What a checkpoint's own quantization is. `linears`: module -> what is stored of it; empty where its scales are
-    not by row or its activations stay as they are, and the weights count as plain float32.
+    not by row, and the weights count as plain float32.
     """
 
     scheme: Scheme
@@ -69,10 +69,12 @@ class Quantization:
         if precision != "fp8":
             notes.append(f"the checkpoint's {scheme.name} weights count as the numbers that they stand for")
         elif not self.linears:
-            why = "its inputs are not quantized"
-            if scheme.block is not None:
-                why = f"a scale of it belongs to a block of {scheme.block[0]} x {scheme.block[1]}, not to rows"
-            notes.append(f"the checkpoint's {scheme.name} is not kept ({why}): its weights are rounded anew")
+            assert scheme.block is not None
+            high, wide = scheme.block
+            notes.append(
+                f"the checkpoint's {scheme.name} is not kept (a scale of it belongs to a block of {high} x {wide}, not "
+                "to rows): its weights are rounded anew"
+            )
         if scheme.kv:
             notes.append(
                 f"the checkpoint's quantized cache ({scheme.name}) is not kept: keys and values are not quantized"

@@ -113,7 +113,9 @@ def _by_precision(view: View, linears: Sequence[Node]) -> list[list[Node]]:
     """Those of one precision together: what calibration keeps in bf16 has a kernel call of its own."""
     groups: dict[object, list[Node]] = {}
     for node in linears:
-        groups.setdefault((view.types[node.inputs[1]].dtype, node.attrs.x_per_token), []).append(node)
+        groups.setdefault(
+            (view.types[node.inputs[1]].dtype, node.attrs.x_per_token, node.attrs.x_scale is None), []
+        ).append(node)
     return list(groups.values())
 
 

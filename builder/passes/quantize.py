@@ -8,7 +8,7 @@ which is bf16 like the embedding and like the matrices of latent attention, whos
 those that the table keeps in bf16. Layers that experts are chosen by stay float32: rounding them would send tokens to
 other experts. A weight that the table rounded is taken as it is stored there; any other's scale is the largest
 magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table against it). Inputs are scaled by each
-token's largest magnitude / 448, or statically by the table.
+token's largest magnitude / 448, statically by the table, or not at all: then they stay float32.
 A checkpoint that is FP8 already keeps its own bytes and scales, also where the model reads several of its tensors as
 one, and what it left alone is bf16.
 """
@@ -40,8 +40,8 @@ _NEVER_FP8 = ("embedding", "head_linear")
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8; `activations` token|static (fp8 only). `own`: what the checkpoint itself is quantized with;
-    where it holds weights whose bytes can be kept, nothing else is quantized.
+    """`name` fp32|bf16|fp8; `activations` token|static|none (fp8 only). `own`: what the checkpoint itself is quantized
+    with; where it holds weights whose bytes can be kept, nothing else is quantized.
     """
 
     name: str
@@ -79,7 +79,9 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             kept = None if node.op in _NEVER_FP8 else _kept(stored, node, recipe)
             edit.swap(
                 node,
-                _own_fp8(view, edit, node, kept, _own_x_scale(stored, recipe)) if kept else _bf16(view, edit, node),
+                _own_fp8(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
+                if kept
+                else _bf16(view, edit, node),
             )
             matched, own = matched + 1, own + (kept is not None)
             continue
@@ -143,17 +145,19 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     quantized, scale = _rounded(recipe, node, precision)
     weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
     scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
-    x_scale = None if precision.activations == "token" else _x_scale(node, precision)
-    return _quantized(view, edit, node, weight, scales, x_scale)
+    x_scale = _x_scale(node, precision) if precision.activations == "static" else None
+    return _quantized(view, edit, node, weight, scales, x_scale, precision.activations == "token")
 
 
-def _quantized(view: View, edit: Edit, node: Node, weight: Node, scales: Node, x_scale: float | None) -> Node:
-    """The node with an E4M3 weight; `x_scale` None: each token's own."""
+def _quantized(
+    view: View, edit: Edit, node: Node, weight: Node, scales: Node, x_scale: float | None, per_token: bool
+) -> Node:
+    """The node with an E4M3 weight; with neither `x_scale` nor `per_token` its input stays float32."""
     at = _WEIGHT[node.op]
     before, after = node.inputs[:at], node.inputs[at + 1 :]
     inputs = [*before, weight.out, scales.out, *after]
     types = [*(view.types[n] for n in before), weight.type, scales.type, *(view.types[n] for n in after)]
-    attrs = vars(node.attrs) | {"x_per_token": x_scale is None, "x_scale": x_scale}
+    attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": x_scale}
     return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
 
 
@@ -177,12 +181,13 @@ def _own_x_scale(stored: Mapping[str, StoredLinear], recipe: Recipe) -> float | 
     return max((scale for scale in scales if scale is not None), default=None)
 
 
-def _own_fp8(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None) -> Node:
+def _own_fp8(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None, precision: Precision) -> Node:
     """The node with the checkpoint's bytes and scales."""
     shape = view.types[node.inputs[_WEIGHT[node.op]]].shape
     weight = edit.param(kept.weight, TensorType("f8e4m3", shape), node)
     scales = edit.param(kept.scale, TensorType("f32", shape[:-1]), node)
-    return _quantized(view, edit, node, weight, scales, x_scale)
+    per_token = precision.own is not None and precision.own.scheme.activations == "token"
+    return _quantized(view, edit, node, weight, scales, x_scale, per_token)
 
 
 def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:

@@ -19,7 +19,7 @@ from llmc.plugins.pointwise import evaluate, used_inputs
 
 @dataclass(frozen=True)
 class Attrs:
-    """E4M3 weights need `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448).
+    """E4M3 weights with `x_scale` (static), `x_per_token` (each row's largest magnitude / 448), or neither: see linear.
 
     `expr`: a formula as `pointwise` has it, of the result i0; with `gated` the weight of an expert holds N/2 gate rows,
     then N/2 up rows, and the formula is of gate i0 and up i1. `combine`: the results of a token, times its weights, are
@@ -48,9 +48,9 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     if x.shape not in ((index.shape[0], w.shape[2]), (*index.shape, w.shape[2])):
         raise ValueError(f"{x} does not go with index {index} and weight {w}")
     quantized = w.dtype == "f8e4m3"
-    if quantized + (attrs.x_scale is not None) + attrs.x_per_token not in (0, 2):
+    if (attrs.x_scale is not None) + attrs.x_per_token > quantized:
         raise ValueError(
-            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: exactly one, and only for f8e4m3"
+            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3"
         )
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
@@ -85,7 +85,8 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
     scale: np.ndarray | None = None
     x_scale = np.ones((len(rows), 1), np.float32)
     if w.dtype == NUMPY_DTYPES["f8e4m3"]:
-        rows, x_scale = quantize_x(rows, attrs.x_scale)
+        if attrs.x_per_token or attrs.x_scale is not None:
+            rows, x_scale = quantize_x(rows, attrs.x_scale)
         scale = rest.pop(0)
     bias = rest.pop(0) if attrs.bias else None
     y = np.zeros((len(rows), w.shape[1]), np.float32)

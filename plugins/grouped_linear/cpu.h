@@ -82,7 +82,7 @@ struct Kernel {
           const int pair = order[top + r];
           const float* row = x + pair / slots * x_token + pair % slots * x_slot;
           const float scale = prepare(row, k, to + int64_t(top) * k + r, size);
-          factors[top + r] = X::kQuantized ? scale * kXFactorRest : scale;
+          factors[top + r] = X::kScaled ? scale * kXFactorRest : scale;
         }
       }
     }
@@ -178,7 +178,7 @@ struct Kernel {
   Lanes result(int e, int output, const float* sums, float x_scale, int width) const {
     Lanes v = load(sums);
     const int64_t at = int64_t(e) * n + output;
-    if (X::kQuantized) v = v * (splat(x_scale) * load(w_scale + at, width));
+    if (X::kScaled) v = v * (splat(x_scale) * load(w_scale + at, width));
     return Bias ? v + load(bias + at, width) : v;
   }
 };

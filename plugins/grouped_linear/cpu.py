@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.grouped_linear import Attrs
-from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS
+from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS, input_kind
 from llmc.plugins.pointwise.cpu import formula_struct
 
 
@@ -26,8 +24,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     slots = int(index.shape[1])
     most = env.bounds(index.shape[0])[1]
     quantized = w.dtype == "f8e4m3"
-    kind = "PerToken" if attrs.x_per_token else "Plain" if attrs.x_scale is None else "Static"
-    scale = "" if attrs.x_scale is None else f"{float(np.float32(attrs.x_scale)).hex()}f"
+    kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
     struct, prelude = formula_struct(attrs.expr, 1 + attrs.gated)
     flags = ", ".join("true" if f else "false" for f in (attrs.gated, attrs.bias, attrs.combine, attrs.all_reduce))
     null = Literal("nullptr")
@@ -38,7 +35,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         RowStride("in", 0) if one_row else Product((slots, k)),
         Literal("0" if one_row else str(k)),
         Pointer("in", 1),
-        Literal(f"llmc::lin::{kind}{{{scale}}}"),
+        Literal(x_prepared),
         Pointer("in", 2),
         Pointer("in", 3) if quantized else null,
         Pointer("in", 3 + quantized) if attrs.bias else null,

@@ -20,9 +20,10 @@ EPILOGUES = ("none", *ACTIVATIONS, *(f"{name}_gate" for name in ACTIVATIONS))
 
 @dataclass(frozen=True)
 class Attrs:
-    """An E4M3 weight needs `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448). `epilogue`: an
-    activation of the result, or with `_gate`: the weight holds N/2 gate rows, then N/2 up rows, and act(gate) * up
-    is the result. `all_reduce`: results are summed over ranks; the bias is added once, after the sum.
+    """Beside an E4M3 weight x is E4M3 too, by `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448),
+    or with neither as it is. `epilogue`: an activation of the result, or with `_gate`: the weight holds N/2 gate rows,
+    then N/2 up rows, and act(gate) * up is the result. `all_reduce`: results are summed over ranks; the bias is added
+    once, after the sum.
     """
 
     bias: bool = False
@@ -42,9 +43,9 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(f"the weight is {w}; expected f32, bf16 or f8e4m3")
     if x.shape[1] != w.shape[1] or not all(isinstance(d, int) and d > 0 for d in w.shape):
         raise ValueError(f"{x} times {w}: K must be the same number in both")
-    if quantized + (attrs.x_scale is not None) + attrs.x_per_token not in (0, 2):
+    if (attrs.x_scale is not None) + attrs.x_per_token > quantized:
         raise ValueError(
-            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: exactly one, and only for f8e4m3"
+            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3"
         )
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
@@ -85,10 +86,12 @@ def _activation(name: str) -> Callable[[np.ndarray], np.ndarray]:
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Products are accumulated in float32; whoever compares a kernel bit for bit needs its order over k."""
     x, w, *rest = inputs
-    scale = np.float32(1)
+    scale = np.ones((1, 1), np.float32)
     if w.dtype == NUMPY_DTYPES["f8e4m3"]:
-        x, x_scale = quantize_x(x, attrs.x_scale)
-        scale = x_scale * rest.pop(0)[None, :]
+        scale = rest.pop(0)[None, :]
+        if attrs.x_per_token or attrs.x_scale is not None:
+            x, x_scale = quantize_x(x, attrs.x_scale)
+            scale = x_scale * scale
     y = x.astype(np.float32) @ w.astype(np.float32).T * scale
     if attrs.all_reduce:
         y = context.all_reduce(y) if context.tp > 1 else y

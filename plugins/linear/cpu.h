@@ -83,7 +83,7 @@ struct Finish {
 // What of linear<...> differs by kind, not by size, so that one copy of the loops serves all layers of a kind.
 template <class F, class X, class Act, bool Gated, bool Bias>
 struct Kernel {
-  using Done = Finish<Act, Gated, X::kQuantized, Bias>;
+  using Done = Finish<Act, Gated, X::kScaled, Bias>;
   const Ctx& c;
   int tid, k, n;
   X prepare;
@@ -95,14 +95,14 @@ struct Kernel {
   int64_t y_stride;
 
   int panels() const { return (n + kPanel - 1) / kPanel; }
-  static float factor(float scale) { return X::kQuantized ? scale * kXFactorRest : scale; }
+  static float factor(float scale) { return X::kScaled ? scale * kXFactorRest : scale; }
   const typename F::T* panel(int p) const { return w + int64_t(p) * kPanel * k; }
 
   // Every thread quantizes the row for itself: cheaper than a meeting.
   void one_row() const {
     const float* row = x;
     float scale = 1;
-    if (X::kQuantized) {
+    if (X::kScaled) {
       float* own = reinterpret_cast<float*>(c.scratch(tid));
       scale = factor(prepare(x, k, own, 1));
       row = own;

@@ -19,6 +19,13 @@ _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu"
 THREAD_FLOATS = (256 + 240) * PANEL
 
 
+def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[str, str]:
+    """What a linear does to x before it multiplies, as a type and a value of quantize.h; `scaled`: by E4M3 weights."""
+    kind = "PerToken" if per_token else "Static" if x_scale is not None else "Exact" if scaled else "Plain"
+    value = "" if x_scale is None else f"{float(np.float32(x_scale)).hex()}f"
+    return kind, f"llmc::lin::{kind}{{{value}}}"
+
+
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
     """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce."""
     x, w = inputs[0], inputs[1]
@@ -26,15 +33,14 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     least, most = env.bounds(x.shape[0])
     quantized = w.dtype == "f8e4m3"
     act, gate, _ = attrs.epilogue.partition("_gate")
-    kind = "PerToken" if attrs.x_per_token else "Plain" if attrs.x_scale is None else "Static"
+    kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
-    scale = "" if attrs.x_scale is None else f"{float(np.float32(attrs.x_scale)).hex()}f"
     null = Literal("nullptr")
     args: tuple[Arg, ...] = (
         Product((x.shape[0],)),
         Pointer("in", 0),
         RowStride("in", 0),
-        Literal(f"llmc::lin::{kind}{{{scale}}}"),
+        Literal(x_prepared),
         Pointer("in", 1),
         Pointer("in", 2) if quantized else null,
         Pointer("in", 2 + quantized) if attrs.bias else null,

@@ -1,5 +1,7 @@
 // What a linear reads of x: itself, or x quantized to E4M3, as floats ready for the multiply. Tiles are interleaved.
+// `kScaled` kinds go with E4M3 weights, whose products need factors afterwards.
 #pragma once
+#include <cfloat>
 #include <cmath>
 
 #include "plugins/cpu/lanes.h"
@@ -69,7 +71,7 @@ inline float largest_magnitude(const float* x, int n) {
 
 // Writes x[0..n) to to[0], to[step], to[2 * step], ... and returns what a result must be multiplied by.
 struct Plain {
-  static constexpr bool kQuantized = false;
+  static constexpr bool kScaled = false;
   float operator()(const float* x, int n, float* to, int step) const {
     for (int i = 0; i < n; ++i) to[int64_t(i) * step] = x[i];
     return 1;
@@ -93,7 +95,7 @@ inline void quantize_row(const float* x, int n, float scale, float* to, int step
 
 // One scale for every row, from calibration.
 struct Static {
-  static constexpr bool kQuantized = true;
+  static constexpr bool kScaled = true;
   float scale;
   float operator()(const float* x, int n, float* to, int step) const {
     quantize_row(x, n, scale, to, step);
@@ -103,12 +105,27 @@ struct Static {
 
 // Each row's own scale: its largest magnitude / 448; 1 for a row of zeros.
 struct PerToken {
-  static constexpr bool kQuantized = true;
+  static constexpr bool kScaled = true;
   float operator()(const float* x, int n, float* to, int step) const {
     const float most = largest_magnitude(x, n);
     const float scale = most == 0 ? 1.0f : most / kFp8Max;
     quantize_row(x, n, scale, to, step);
     return scale;
+  }
+};
+
+// x itself, beside E4M3 weights: times a power of two that makes up for theirs, chosen by the row so that neither its
+// largest value overflows nor what matters beside that one underflows. Powers of two round nothing.
+struct Exact {
+  static constexpr bool kScaled = true;
+  float operator()(const float* x, int n, float* to, int step) const {
+    const float most = largest_magnitude(x, n);
+    int exponent = 0;
+    if (most > 0 && most <= FLT_MAX) exponent = 100 - std::ilogb(most);
+    exponent = exponent < -6 ? -6 : exponent > 127 ? 127 : exponent;
+    const float up = std::ldexp(1.0f, exponent);
+    for (int i = 0; i < n; ++i) to[int64_t(i) * step] = x[i] * up;
+    return std::ldexp(1.0f, 118 - exponent);
   }
 };
 

@@ -15,14 +15,15 @@ from llmc.artifacts.schema import Target
 from llmc.profiles.reading import Fields, suggestion
 
 _FOLDER = Path(__file__).parent
-_KEYS = ("kind", "isa", "cxx_flags", "features", "block_sizes")
+_KEYS = ("kind", "isa", "cxx_flags", "features", "block_sizes", "fp8_activations")
 _DEFAULTS = {"cpu": "x86-64-v3"}
 
 
 @dataclass(frozen=True)
 class TargetDescription:
     """`cxx_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show;
-    `block_sizes`: tokens of a KV block that the kernels are written for.
+    `block_sizes`: tokens of a KV block that the kernels are written for; `fp8_activations` token|static|none: what an
+    FP8 build makes of inputs unless it is told.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class TargetDescription:
     cxx_flags: tuple[str, ...]
     features: tuple[str, ...]
     block_sizes: tuple[int, ...]
+    fp8_activations: str
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.isa}"
@@ -59,4 +61,5 @@ def load_target(name: str) -> TargetDescription:
         cxx_flags=fields.sequence("cxx_flags", str),
         features=fields.sequence("features", str),
         block_sizes=fields.sequence("block_sizes", int),
+        fp8_activations=fields.text("fp8_activations"),
     )

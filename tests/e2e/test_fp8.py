@@ -53,6 +53,23 @@ def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path
     assert build.config["fp8_activations"] == "token"
 
 
+def test_activations_may_stay_as_they_are(model: Path, tmp_path: Path) -> None:
+    """What FP8 weights alone cost is a part of what they cost with FP8 activations."""
+    quality = {}
+    for activations in ("none", "token"):
+        table = tmp_path / f"{activations}.json"
+        calibrate(
+            open_checkpoint(model), CalibrationOptions(samples=4, tokens=64, activations=activations, budget=1.0), table
+        )
+        options = SMALL | {"evaluate": True, "gate": "off", "eval_windows": 2, "eval_length": 64}
+        report = llmc.build(model, tmp_path / f"{activations}.plan", calib=table, **options)
+        quality[activations] = report.quality["kl"]
+        assert Plan.open(report.plan).manifest.build.config["fp8_activations"] == activations
+    graph = bytes(Plan.open(tmp_path / "none.plan").section("graph/rank0.ir")).decode()
+    assert "x_per_token=true" not in graph.lower()
+    assert quality["none"] < quality["token"]
+
+
 def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, tmp_path: Path) -> None:
     calib = copied(table, tmp_path)
     weights = calib.with_suffix(".safetensors")

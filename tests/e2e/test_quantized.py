@@ -122,14 +122,22 @@ def test_blocks_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
     assert ("note", report.notes[-1]) in report.rows()
 
 
-def test_weights_alone_in_fp8_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
+def test_weights_alone_in_fp8_multiply_float32(tmp_path: Path) -> None:
+    from llmc.builder.reference import load_reference, logits
+
     folder = save_compressed(tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text())
     for group in config["quantization_config"]["config_groups"].values():
         group["input_activations"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False)
-    assert "its inputs are not quantized): its weights are rounded anew" in report.notes[-1]
+    report = flow.build(folder, tmp_path / "p.plan", tp=2, evaluate=False, kv_dtype="f32")
+    plan = Plan.open(report.plan)
+    assert plan.manifest.build.config["fp8_activations"] == "none"
+    assert "fp8_scale(" not in bytes(plan.section("graph/rank0.ir")).decode()
+    with Probe(plan) as probe:
+        got = probe.logits(IDS)
+    # Beside the numbers that it stands for: head and embedding alone are rounded, to bf16 (1e-5).
+    assert cosine(logits(load_reference(open_checkpoint(folder)), IDS), got) > 1 - 3e-5
 
 
 def test_a_build_without_a_precision_keeps_what_the_checkpoint_is(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_the_verifier_sees_every_pass() -> None:
     [
         (CompileOptions(precision="int3"), UsageError, "precision 'int3'"),
         (CompileOptions(tp=0), UsageError, "tp 0"),
-        (CompileOptions(fp8_activations="guess"), UsageError, "neither token nor static"),
+        (CompileOptions(fp8_activations="guess"), UsageError, "is not one of token, static, none"),
         (CompileOptions(kv_dtype="f8"), UsageError, "kv dtype 'f8'"),
         (CompileOptions(precision="fp8", fp8_activations="static"), UsageError, "needs a calibration table"),
         (CompileOptions(tp=10), UnsupportedError, "tp 10 is larger than the 9 query heads"),

@@ -137,7 +137,7 @@ def test_what_was_calibrated_once_is_taken_from_the_cache(
         ({"samples": 0}, "not 0 of 48"),
         ({"tokens": 257}, "257 tokens exceed the model's 256 positions"),
         ({"budget": 0.9}, r"budget of 0\.9 is outside"),
-        ({"activations": "dynamic"}, "neither token nor static"),
+        ({"activations": "dynamic"}, "is not one of token, static, none"),
     ],
 )
 def test_options_that_cannot_be(checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], words: str) -> None:

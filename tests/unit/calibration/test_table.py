@@ -41,7 +41,7 @@ def test_choices_read_back_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"activations": "dynamic"}, "activations is 'dynamic', expected token or static"),
+        ({"activations": "dynamic"}, "activations is 'dynamic', expected token, static, none"),
         ({"budget": "1.1"}, "budget is '1.1', expected a number"),
         ({"rounded": None}, "rounded is None"),
         ({"rounded": {"file": "../t.safetensors", "sha256": ""}}, "expected the name of a file beside the table"),
