@@ -81,12 +81,17 @@ def _map_file(descriptor: int, span: _Span) -> np.ndarray:
 
 
 def _allocate(size: int, what: str) -> np.ndarray:
-    """u8[size] of zeros that take memory only when touched."""
+    """u8[size] of zeros that take memory only when touched, in huge pages where the kernel gives them: blocks of the
+    cache lie anywhere, and each small page costs a walk of the page table.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=flags), np.uint8)
+        data = mmap.mmap(-1, max(size, 1), flags=flags)
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"cannot allocate {size} bytes for the {what}: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        data.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(data, np.uint8)
 
 
 def _load(config: RankConfig) -> tuple[Engine, StepMemory]:

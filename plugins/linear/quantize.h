@@ -1,6 +1,7 @@
 // What a linear reads of x: itself, or x quantized to E4M3, as floats ready for the multiply. Tiles are interleaved.
 // `kScaled` kinds go with E4M3 weights, whose products need factors afterwards.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
@@ -18,9 +19,18 @@ constexpr float kFp8Max = 448.0f;
 #if LLMC_WIDE
 inline Vec vset(float x) { return _mm512_set1_ps(x); }
 inline Vec vabs(Vec x) { return _mm512_abs_ps(x); }
+inline Vec vmul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+// The larger bits of each lane: of numbers that are not negative the larger one, and NaN above all.
+inline Vec vmax_bits(Vec a, Vec b) {
+  return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
 #else
 inline Vec vset(float x) { return _mm256_set1_ps(x); }
 inline Vec vabs(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline Vec vmul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec vmax_bits(Vec a, Vec b) {
+  return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
 #endif
 
 // E4M3 of x / scale as a float, times kXFactor: saturated at 448, rounded to nearest even, NaN stays NaN. From 2^-6 up four
@@ -57,15 +67,15 @@ inline Vec load_part(const float* p, int n) {
 
 // The bits of |x|, the largest of a row; NaN is larger than infinity. No order matters.
 inline float largest_magnitude(const float* x, int n) {
-  uint32_t most = 0;
-  for (int i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    bits &= 0x7FFFFFFF;
-    most = bits > most ? bits : most;
-  }
+  Vec most = vzero();
+  int i = 0;
+  for (; i + kWidth <= n; i += kWidth) most = vmax_bits(most, vabs(vload(x + i)));
+  if (i < n) most = vmax_bits(most, vabs(load_part(x + i, n - i)));
+  alignas(64) uint32_t bits[kWidth];
+  vstore(reinterpret_cast<float*>(bits), most);
+  const uint32_t largest = *std::max_element(bits, bits + kWidth);
   float value;
-  std::memcpy(&value, &most, 4);
+  std::memcpy(&value, &largest, 4);
   return value;
 }
 
@@ -124,7 +134,9 @@ struct Exact {
     if (most > 0 && most <= FLT_MAX) exponent = 100 - std::ilogb(most);
     exponent = exponent < -6 ? -6 : exponent > 127 ? 127 : exponent;
     const float up = std::ldexp(1.0f, exponent);
-    for (int i = 0; i < n; ++i) to[int64_t(i) * step] = x[i] * up;
+    int i = 0;
+    for (; step == 1 && i + kWidth <= n; i += kWidth) vstore(to + i, vmul(vload(x + i), vset(up)));
+    for (; i < n; ++i) to[int64_t(i) * step] = x[i] * up;
     return std::ldexp(1.0f, 118 - exponent);
   }
 };

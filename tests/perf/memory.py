@@ -140,7 +140,7 @@ def run(step: str, model: Path, folder: Path, resident: int) -> dict[str, float]
     start = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     began, table = time.perf_counter(), folder / "table.json"
     if step == "calibrate":
-        calibrate(open_checkpoint(model), CalibrationOptions(samples=1, tokens=128), table)
+        calibrate(open_checkpoint(model), CalibrationOptions(), table)
     else:
         options: dict[str, Any] = {"precision": "bf16"} if step == "bf16" else {"precision": "fp8", "calib": table}
         flow.build(model, folder / "engine.plan", **options, evaluate=False, cache=False)
