@@ -27,17 +27,21 @@ from llmc.artifacts.errors import CheckpointError, UsageError
 TABLE_VERSION = 2
 _READABLE = (1, 2)
 ACTIVATIONS = ("token", "static", "none")
+#: Those of a `Choice`.
+_NUMBERS = ("loss", "input_scale", "error")
 
 
 @dataclass(frozen=True)
 class Choice:
     """`kept` in bf16, or rounded to E4M3; `loss`: what FP8 costs in this module alone, measured, in nats a token;
-    `input_scale`: what its input is divided by where activations are static.
+    `input_scale`: what its input is divided by where activations are static; `error`: root mean square of what rounding
+    changed / of the weight, 0 where it is kept.
     """
 
     kept: bool
     loss: float
     input_scale: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Ranges:
         weights = ",".join(str(np.float32(w)) for w in self.weight_amax)
         head = ""
         if self.choice is not None:
-            kept, loss, scale = self.choice.kept, np.float32(self.choice.loss), np.float32(self.choice.input_scale)
-            head = f'"kept":{json.dumps(kept)},"loss":{loss!s},"input_scale":{scale!s},'
+            numbers = {key: np.float32(getattr(self.choice, key)) for key in _NUMBERS}
+            head = f'"kept":{json.dumps(self.choice.kept)},' + "".join(f'"{k}":{v!s},' for k, v in numbers.items())
         return f'{{{head}"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
 
 
@@ -214,8 +218,7 @@ class _Reader:
         kept = value.get("kept")
         if not isinstance(kept, bool):
             raise UsageError(f"{self.where}: {path}.kept is {kept!r}, expected true or false")
-        loss, scale = (self.amax(f"{path}.{key}", value.get(key)) for key in ("loss", "input_scale"))
-        return Choice(kept, loss, scale)
+        return Choice(kept, **{key: self.amax(f"{path}.{key}", value.get(key)) for key in _NUMBERS})
 
     def ranges(self, path: str, value: Any) -> Ranges:
         if not isinstance(value, dict):

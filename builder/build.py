@@ -47,7 +47,7 @@ from llmc.builder.weights.errors import ErrorMeter
 from llmc.builder.weights.evaluation import evaluate
 from llmc.builder.weights.placement import Member
 from llmc.builder.weights.recipe import parse
-from llmc.builder.weights.rounded import open_rounded
+from llmc.builder.weights.rounded import open_rounded, weight_name
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
 from llmc.profiles import TargetDescription, load_profile, load_target
@@ -252,6 +252,10 @@ def _texts(
 ) -> dict[str, bytes]:
     """The small sections."""
     launches = Counter(launch.node.op for launch in front.lowered.programs[0].ranges[0].launches)
+    if table is not None:  # what was rounded before the build
+        choices = {path: entry.choice for path, entry in table.tensors.items()}
+        rounded = {weight_name(path): choice.error for path, choice in choices.items() if choice and not choice.kept}
+        errors = {**errors, **{name: float(f"{error:.3g}") for name, error in rounded.items()}}
     report = {"memory": dataclasses.asdict(memory), "launches": dict(sorted(launches.items())), "weight_errors": errors}
     texts = {
         "config.json": _json(checkpoint.config),

@@ -149,7 +149,8 @@ def _calibrate(
     with RoundedWriter(partial_side, shapes) as writer:
 
         def sink(path: str, outcome: Outcome) -> None:
-            choice = Choice(path in kept, float(np.float32(sensitivity.loss[path])), outcome.input_scale)
+            loss, error = (float(np.float32(value)) for value in (sensitivity.loss[path], outcome.error))
+            choice = Choice(path in kept, loss, outcome.input_scale, error)
             ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
             if outcome.rounded is not None:
                 grid = outcome.rounded.grid.numpy().astype(NUMPY_DTYPES["f8e4m3"])

@@ -25,13 +25,14 @@ from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, repl
 @dataclass(frozen=True)
 class Outcome:
     """Of one module: magnitudes of its input and of its weight's rows f32[N], the static scale of its input, the
-    rounded weight or None where it stays in bf16.
+    rounded weight or None where it stays in bf16, and its relative error (root mean squares), 0 then.
     """
 
     input_amax: float
     weight_amax: torch.Tensor
     input_scale: float
     rounded: Rounded | None
+    error: float
 
 
 #: The largest magnitude of a tensor, over all of it or, with axis 0, of each row.
@@ -116,8 +117,14 @@ class _Streams:
             torch.mm(given, weight.to(torch.bfloat16).float().T, out=y[1])
         else:
             rounded = self._round(weight, shared, y)
-        self._sink(path, Outcome(shared.amax, self.amax(weight, 0).flatten(), shared.scale, rounded))
+        self._tell(path, weight, shared.amax, shared.scale, rounded)
         return plus_bias(module, y.view(*x.shape[:-1], rows))
+
+    def _tell(
+        self, path: str, weight: torch.Tensor, input_amax: float, input_scale: float, rounded: Rounded | None
+    ) -> None:
+        error = 0.0 if rounded is None else float((rounded.weight - weight).norm() / weight.norm().clamp_min(1e-30))
+        self._sink(path, Outcome(input_amax, self.amax(weight, 0).flatten(), input_scale, rounded, error))
 
     def _round(self, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
@@ -133,5 +140,5 @@ class _Streams:
         rounded = None if path in self.kept else Rounded(round_e4m3(weight / scale), scale)
         amax = float(self.amax(x, None))
         input_scale = search_input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
-        self._sink(path, Outcome(amax, self.amax(weight, 0).flatten(), input_scale, rounded))
+        self._tell(path, weight, amax, input_scale, rounded)
         return plus_bias(module, x @ weight.T)

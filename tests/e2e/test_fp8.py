@@ -1,10 +1,12 @@
 """`llmc build --fp8` from end to end: a table and its weights give one plan wherever they stand, and no others do."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 import llmc
+from llmc.artifacts.calibration import read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
@@ -51,6 +53,9 @@ def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path
     assert sum(shares) == pytest.approx(100, abs=0.1)
     assert any("kept in bf16" in note for note in notes)
     assert build.config["fp8_activations"] == "token"
+    errors = json.loads(bytes(Plan.open(tmp_path / "a.plan").section("report.json")))["weight_errors"]
+    rounded = {path for path, entry in read_table(table).tensors.items() if entry.choice and not entry.choice.kept}
+    assert all(0.01 < errors[f"{path}.weight"] < 0.05 for path in rounded)  # E4M3 has four significant bits
 
 
 def test_activations_may_stay_as_they_are(model: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_passes_take_the_tables_choices(tmp_path: Path, family: str, activations
         assert recipe is not None
         weight = evaluate(recipe, tensors)
         amax = np.abs(weight).max(1)
-        ranges[node.path] = Ranges(4.0, tuple(amax.tolist()), Choice(node.path in kept, 0.5, 0.02))
+        ranges[node.path] = Ranges(4.0, tuple(amax.tolist()), Choice(node.path in kept, 0.5, 0.02, 0.03))
         tensors.values[weight_name(node.path)] = quantize_fp8(weight, amax[:, None] / 448)
         tensors.values[scale_name(node.path)] = amax / np.float32(448)
     params = params_of(tensors)

@@ -25,7 +25,10 @@ ROUNDED = CalibrationTable(
     "0.47.0",
     "compensated",
     DATA,
-    {"m.a": Ranges(2.0, (3.0,), Choice(True, 0.25, THIRD)), "m.b": Ranges(0.5, (THIRD,), Choice(False, 0.0, 1.0))},
+    {
+        "m.a": Ranges(2.0, (3.0,), Choice(True, 0.25, THIRD, 0.0)),
+        "m.b": Ranges(0.5, (THIRD,), Choice(False, 0.0, 1.0, THIRD)),
+    },
     "static",
     1.1,
     RoundedFile("table.safetensors", "f" * 64),

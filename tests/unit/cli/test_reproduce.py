@@ -24,7 +24,7 @@ DATA = CalibrationData("documentation strings", "0" * 64, 1, 2, 0)
 RANGES = CalibrationTable("d" * 64, "0.47", "max", DATA, {"a": Ranges(1.0, (1.0,))})
 ROUNDED = dataclasses.replace(
     RANGES,
-    tensors={"a": Ranges(1.0, (1.0,), Choice(False, 0.25, 1.0))},
+    tensors={"a": Ranges(1.0, (1.0,), Choice(False, 0.25, 1.0, 0.03))},
     activations="token",
     budget=1.1,
     rounded=RoundedFile("t.safetensors", "e" * 64),
