@@ -86,7 +86,7 @@ class Exam:
     evaluate: bool = True
     gate: Gate | None = None
     text: Path | None = None
-    windows: int = 12
+    windows: int = 8
     length: int = 512
 
     def settings(self) -> dict[str, object]:
