@@ -14,6 +14,16 @@ import numpy as np
 
 from llmc.artifacts.types import TensorType
 
+#: The numbers that the cache's keys and values are divided by, one each a KV head.
+KVScales = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def check_scales(scales: KVScales | None, kv_heads: int) -> None:
+    """Raises ValueError unless there is a positive float32 for the keys and for the values of each KV head."""
+    for kind, given in zip(("keys", "values"), scales or (), strict=False):
+        if len(given) != kv_heads or not all(0 < np.float32(scale) < np.inf for scale in given):
+            raise ValueError(f"kv_scales of {kind} are {given}; {kv_heads} positive numbers are needed, one a KV head")
+
 
 @dataclass
 class KVCache:

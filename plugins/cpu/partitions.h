@@ -49,9 +49,9 @@ struct Partial {
     }
   }
 
-  // One row's means. + 0: a zero is +0 whether or not positions of weight 0 were added.
-  static void finish(const float* running, float* to) {
-    for (int i = 0; i < VALUES; ++i) to[i] = running[i] / running[kWidth + 1] + 0.0f;
+  // One row's means times `scale`. + 0: a zero is +0 whether or not positions of weight 0 were added.
+  static void finish(const float* running, float* to, float scale = 1) {
+    for (int i = 0; i < VALUES; ++i) to[i] = running[i] / running[kWidth + 1] * scale + 0.0f;
   }
 };
 

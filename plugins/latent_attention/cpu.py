@@ -13,7 +13,11 @@ _TILE_ROWS = 32
 
 
 def layer_bytes(latent: int, rope: int, block_size: int, kv_dtype: str) -> int:
-    """One layer's share of a block: rows [block_size][latent + rope], whatever the number of heads."""
+    """One layer's share of a block: rows [block_size][latent + rope], whatever the number of heads. Raises
+    ValueError for FP8: the kernels have no scales for rows that are keys and values at once.
+    """
+    if kv_dtype == "f8e4m3":
+        raise ValueError("the cache of latent attention is f32 or bf16, not fp8; build with --kv-cache-dtype bf16")
     return (latent + rope) * value_bytes(block_size, kv_dtype)
 
 

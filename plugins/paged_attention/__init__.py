@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.operator import Operator, StepContext
+from llmc.plugins.operator import KVScales, Operator, StepContext, check_scales
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Scoring:
 @dataclass(frozen=True)
 class Attrs:
     """`layer` numbers the cache. Query head h reads key head h // (heads / kv_heads). `head_dim` is the width of a
-    query and key head, `v_dim` that of a value head (None: the same). The others are those of `Scoring`.
+    query and key head, `v_dim` that of a value head (None: the same). `kv_scales`: what the cache's keys and values
+    were divided by, one number each a KV head. The others are those of `Scoring`.
     """
 
     layer: int
@@ -59,6 +60,7 @@ class Attrs:
     chunk: int | None = None
     slopes: bool = False
     sinks: bool = False
+    kv_scales: KVScales | None = None
 
     @property
     def value_dim(self) -> int:
@@ -76,6 +78,7 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     if attrs.kv_heads < 1 or attrs.heads % attrs.kv_heads:
         raise ValueError(f"heads={attrs.heads} is not a multiple of kv_heads={attrs.kv_heads}")
     attrs.scoring.check()
+    check_scales(attrs.kv_scales, attrs.kv_heads)
     q = TensorType("f32", ("T", attrs.heads, attrs.head_dim))
     if types and types[0].rank == 3:
         q = TensorType("f32", (types[0].shape[0], *q.shape[1:]))
@@ -124,7 +127,11 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
         positions = np.arange(length)
         place = context.block_tables[s, positions // context.block_size], positions % context.block_size
         own = positions[length - (last - first) :]
-        attended = attend(attrs.scoring, q[first:last], cache.keys[place], cache.values[place], own, by_head)
+        keys, values = cache.keys[place], cache.values[place]
+        if attrs.kv_scales is not None:
+            by_scale = zip((keys, values), attrs.kv_scales, strict=True)
+            keys, values = (x.astype(np.float64) * np.array(scales, np.float32)[:, None] for x, scales in by_scale)
+        attended = attend(attrs.scoring, q[first:last], keys, values, own, by_head)
         out[first:last] = attended.reshape(last - first, -1)
     return (out,)
 

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "plugins/cpu/fp8.h"
 #include "plugins/cpu/partitions.h"
 #include "plugins/paged_attention/scoring.h"
 
 namespace llmc {
 
-template <int H, int KH, int D, int DV, int BS, class KV, class S>
-class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, BS, KV, S>> {
+template <int H, int KH, int D, int DV, int BS, class KV, class S, class SCALES = Unscaled>
+class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, BS, KV, S, SCALES>> {
   static_assert(BS % kLanes == 0 && kPartition % BS == 0, "block_size is 16, 32, 64, 128 or 256");
   static_assert(H % KH == 0, "heads share KV heads evenly");
   using Base = PartitionedAttention<PagedAttention>;
@@ -25,7 +26,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   static constexpr int64_t kOwn = 0;
   using Rows = Partial<DV>;
 
-  PagedAttention(const Ctx& c, int tid, const PagedInputs& in, float* out) : Base(c, tid), in_(in), out_(out) {}
+  PagedAttention(const Ctx& c, int tid, const PagedInputs& in, float* out, const SCALES& scales)
+      : Base(c, tid), in_(in), out_(out), scales_(scales) {}
 
   void run() {
     alignas(64) float queries[kRows * D], scores[kRows * kPartition];
@@ -47,6 +49,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   using Base::step_;
   const PagedInputs& in_;
   float* out_;
+  const SCALES& scales_;
   float *queries_ = nullptr, *scores_ = nullptr;
 
   // The first key that a query at a position sees; never before that of an earlier query.
@@ -131,7 +134,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     for (int r = 0; r < t.rows(); ++r) {
       const int base = part * kPartition, position = t.position + r / kGroup;
       const int first = std::max(first_key(position) - base, 0), last = std::min(position - base + 1, kPartition);
-      const Score score(in_, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position);
+      const float scale = in_.scale * (scales_.key(t.kv_head) * kLoaded<KV>);
+      const Score score(scale, in_.softcap, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position);
       softmax(s.first_group, s.end_group, first, last, score, scores_ + r * kPartition,
               to + r * Rows::kStride + Rows::kWidth);
     }
@@ -210,7 +214,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
-    constexpr int step = D % 2 == 0 ? 2 : 1;
+    constexpr int step = D % 4 == 0 && 4 * BS * sizeof(KV) <= 64 ? 4 : D % 2 == 0 ? 2 : 1;  // a line of the cache
     for (int d = 0; d < D; d += step) {
       for (int n = 0; fetches(R) && n < N; ++n) {
         fetch(later[n] + d * BS);
@@ -229,8 +233,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   struct Score {
     Lanes scale, softcap, slope;
     int distance;
-    Score(const PagedInputs& in, float own_slope, int to_first)
-        : scale(splat(in.scale)), softcap(splat(in.softcap)), slope(splat(own_slope)), distance(to_first) {}
+    Score(float factor, float cap, float own_slope, int to_first)
+        : scale(splat(factor)), softcap(splat(cap)), slope(splat(own_slope)), distance(to_first) {}
     Lanes operator()(Lanes product, int key) const {
       Lanes x = product * scale;
       if constexpr (S::softcap) x = tanh(x / softcap) * softcap;
@@ -275,7 +279,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     for (int r = 0; r < t.rows(); ++r, running += Rows::kStride) {
       const int64_t token = t.token + r / kGroup, head = head_of(t, r);
       if constexpr (S::sinks) join_sink(running, in_.sinks[head]);
-      Rows::finish(running, out_ + (token * H + head) * DV);
+      Rows::finish(running, out_ + (token * H + head) * DV, scales_.value(t.kv_head) * kLoaded<KV>);
     }
   }
 
@@ -287,9 +291,9 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   }
 };
 
-template <int H, int KH, int D, int DV, int BS, class KV, class S>
-void paged_attention(const Ctx& c, int tid, const PagedInputs& in, float* out) {
-  PagedAttention<H, KH, D, DV, BS, KV, S>(c, tid, in, out).run();
+template <int H, int KH, int D, int DV, int BS, class KV, class S, class SCALES>
+void paged_attention(const Ctx& c, int tid, const PagedInputs& in, float* out, const SCALES& scales) {
+  PagedAttention<H, KH, D, DV, BS, KV, S, SCALES>(c, tid, in, out, scales).run();
 }
 
 }  // namespace llmc

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.blocks import partial_floats, value_bytes
-from llmc.plugins.cpu.call import C_TYPES, Call, CpuCall, KernelEnv, Literal, Pointer, Scratch
+from llmc.plugins.cpu.blocks import KV_TYPES, head_scales, partial_floats, value_bytes
+from llmc.plugins.cpu.call import Call, CpuCall, KernelEnv, Literal, Pointer, Scratch
 from llmc.plugins.paged_attention import Attrs
 
 _TILE_ROWS = 24
@@ -42,9 +42,11 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         *(Literal(f"{float(number)!r}f") for number in numbers),
         *env.kv_place(attrs.layer),
     )
+    scales = head_scales(attrs.kv_scales, env.kv_dtype)
+    cache = f"{env.block_size}, {KV_TYPES[env.kv_dtype]}"
     return CpuCall(
         header="plugins/paged_attention/cpu.h",
-        function=f"paged_attention<{widths}, {env.block_size}, {C_TYPES[env.kv_dtype]}, {scoring(attrs)}>",
-        args=(Call("llmc::PagedInputs", values), Pointer("out", 0)),
+        function=f"paged_attention<{widths}, {cache}, {scoring(attrs)}, {scales.type}>",
+        args=(Call("llmc::PagedInputs", values), Pointer("out", 0), scales),
         scratch=Scratch(per_thread=scratch_bytes(attrs.heads, attrs.kv_heads, attrs.value_dim, env.max_context)),
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import TensorType
-from llmc.plugins.operator import Operator, StepContext
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
+from llmc.plugins.operator import KVScales, Operator, StepContext, check_scales
 
 STYLES = ("half", "interleaved")
 NORMS = ("rms", "layer")
@@ -28,6 +28,8 @@ class Attrs:
     over each "head" with one weight for all; over "each" head with a weight of its own; over "all" heads at once (rms
     before the rotation only). `norm_last`: after the rotation instead of before. `norm_means`: the mean squares of a
     token's q and k are an input, because other ranks have some of the heads.
+
+    `kv_scales`: each KV head's keys and values are divided by these before the cache's dtype rounds them.
     """
 
     layer: int
@@ -43,6 +45,7 @@ class Attrs:
     norm_bias: bool = False
     norm_last: bool = False
     norm_means: bool = False
+    kv_scales: KVScales | None = None
 
     @property
     def value_dim(self) -> int:
@@ -87,6 +90,7 @@ def _check(a: Attrs) -> None:
         raise ValueError("a norm over all heads is an rms norm before the rotation")
     if a.norm_means and (not a.has_norm or a.norm_scope != "all"):
         raise ValueError("means are for a norm over all heads")
+    check_scales(a.kv_scales, a.kv_heads)
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, style: str) -> np.ndarray:
@@ -117,6 +121,11 @@ def _norm(
     return x if bias is None else x + bias.reshape(shape)
 
 
+def stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x as the cache holds it: rounded to nearest even; E4M3 has no infinity, and saturates. NaN stays NaN."""
+    return (np.clip(x, -FP8_MAX, FP8_MAX) if dtype == NUMPY_DTYPES["f8e4m3"] else x).astype(dtype)
+
+
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Writes k and v of token i of sequence s to position context_len[s] - (tokens of s in this step) + i."""
     rest = list(inputs)
@@ -139,11 +148,13 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
     if attrs.norm_last:
         q, k = normed(q, 0), normed(k, 1)
     cache = context.kv[attrs.layer]
+    if attrs.kv_scales is not None:
+        k, v = (x / np.array(own, np.float32)[:, None] for x, own in zip((k, v), attrs.kv_scales, strict=True))
     for s, (first, last) in enumerate(zip(context.query_start[:-1], context.query_start[1:], strict=True)):
         positions = context.context_len[s] - (last - first) + np.arange(last - first)
         blocks = context.block_tables[s, positions // context.block_size]
-        cache.keys[blocks, positions % context.block_size] = k[first:last].astype(cache.keys.dtype)
-        cache.values[blocks, positions % context.block_size] = v[first:last].astype(cache.values.dtype)
+        cache.keys[blocks, positions % context.block_size] = stored(k[first:last], cache.keys.dtype)
+        cache.values[blocks, positions % context.block_size] = stored(v[first:last], cache.values.dtype)
     return (q.astype(np.float32),)
 
 

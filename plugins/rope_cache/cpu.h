@@ -3,12 +3,13 @@
 // The cache's layout is that of plugins/paged_attention/cpu.h: within a block, at `offset`, K as
 // [kv_head][head_dim][block_size], then V as [kv_head][block_size][v_dim]. Token i of sequence s stands at position
 // context_len[s] - (tokens of s in this step) + i. Every element has one order of operations: x * cos + turned(x) * sin
-// without fusing, as Hugging Face computes it; squares are summed in 16 lanes and their tree.
+// without fusing, as Hugging Face computes it; squares are summed in 16 lanes and their tree; keys and values are divided
+// by their head's scale, where there is one, before they are rounded to what the cache holds.
 #pragma once
 #include <algorithm>
 #include <cmath>
 
-#include "plugins/cpu/lanes.h"
+#include "plugins/cpu/fp8.h"
 #include "plugins/cpu/runtime.h"
 
 namespace llmc {
@@ -34,11 +35,11 @@ struct RopeInputs {
   float eps;
 };
 
-template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV>
+template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV, class SCALES>
 class RopeCache {
  public:
-  RopeCache(const Ctx& c, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes)
-      : c_(c), step_(*c.step), in_(in), out_(out), offset_(offset), block_bytes_(block_bytes) {}
+  RopeCache(const Ctx& c, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes, const SCALES& scales)
+      : c_(c), step_(*c.step), in_(in), out_(out), offset_(offset), block_bytes_(block_bytes), scales_(scales) {}
 
   // A thread owns a stretch of (token, head) pairs; behind the query heads each token has its KV heads.
   void run(int tid) {
@@ -63,6 +64,7 @@ class RopeCache {
   const RopeInputs& in_;
   float* out_;
   int64_t offset_, block_bytes_;
+  const SCALES& scales_;
   int q_token_ = -1, k_token_ = -1;  // whose mean squares are known
   float q_square_ = 0, k_square_ = 0;
 
@@ -79,10 +81,10 @@ class RopeCache {
     float key[D];
     transform(in_.k + token * in_.k_stride + head * D, token, head, key_norm(token), key);
     KV* keys = block + int64_t(head) * D * BS + slot;
-    for (int d = 0; d < D; ++d) store_as(key[d], keys + d * BS);
+    for (int d = 0; d < D; ++d) store_as(key[d] / scales_.key(head), keys + d * BS);
     const float* value = in_.v + token * in_.v_stride + head * DV;
     KV* values = block + int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * DV;
-    for (int d = 0; d < DV; ++d) store_as(value[d], values + d);
+    for (int d = 0; d < DV; ++d) store_as(value[d] / scales_.value(head), values + d);
   }
 
   // What a head of q or of k is normed with; `square`: the mean square over all heads, where that is what counts.
@@ -158,9 +160,10 @@ class RopeCache {
 };
 
 // Writes this step's keys and values and returns the transformed queries: out [T, H, D].
-template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV>
-void rope_cache(const Ctx& c, int tid, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes) {
-  RopeCache<H, KH, D, DV, R, STYLE, NORM, BS, KV>(c, in, out, offset, block_bytes).run(tid);
+template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV, class SCALES>
+void rope_cache(const Ctx& c, int tid, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes,
+                const SCALES& scales) {
+  RopeCache<H, KH, D, DV, R, STYLE, NORM, BS, KV, SCALES>(c, in, out, offset, block_bytes, scales).run(tid);
 }
 
 }  // namespace llmc

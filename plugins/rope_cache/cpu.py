@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import C_TYPES, Call, CpuCall, KernelEnv, Literal, Pointer, RowStride
+from llmc.plugins.cpu.blocks import KV_TYPES, head_scales
+from llmc.plugins.cpu.call import Call, CpuCall, KernelEnv, Literal, Pointer, RowStride
 from llmc.plugins.rope_cache import Attrs
 
 _STYLES = {"half": "llmc::Rotary::kHalf", "interleaved": "llmc::Rotary::kInterleaved"}
@@ -23,7 +24,8 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     strides = [RowStride("in", i) for i in range(rows)] + [Literal("0")] * (5 - rows)
     eps = Literal(f"{attrs.qk_norm_eps or 0.0!r}f")
     widths = f"{attrs.heads}, {attrs.kv_heads}, {attrs.head_dim}, {attrs.value_dim}, {attrs.rotary}"
-    cache = f"{env.block_size}, {C_TYPES[env.kv_dtype]}"
+    scales = head_scales(attrs.kv_scales, env.kv_dtype)
+    cache = f"{env.block_size}, {KV_TYPES[env.kv_dtype]}, {scales.type}"
     return CpuCall(
         header="plugins/rope_cache/cpu.h",
         function=f"rope_cache<{widths}, {_STYLES[attrs.style]}, {_norming(attrs)}, {cache}>",
@@ -31,6 +33,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
             Call("llmc::RopeInputs", (*pointers[:5], *strides, *pointers[5:], eps)),
             Pointer("out", 0),
             *env.kv_place(attrs.layer),
+            scales,
         ),
         strided=frozenset(Pointer("in", i) for i in range(rows)),
     )

@@ -60,6 +60,9 @@ CASES = [
     Case(Attrs(0, 4, 4, 40, 0.2, slopes=True), 16, "bf16"),
     Case(Attrs(0, 4, 2, 24, 0.2, v_dim=40, chunk=100), 32, "f32"),
     Case(Attrs(0, 4, 1, 48, 0.1, v_dim=20, window=70, softcap=4.0, slopes=True, sinks=True), 16, "f32"),
+    Case(Attrs(0, 9, 3, 64, 0.125, kv_scales=((0.25, 0.013, 3.0), (1.0, 0.5, 0.07))), 16, "f8e4m3"),
+    Case(Attrs(0, 4, 2, 18, 0.2, v_dim=37, window=70, kv_scales=((0.1, 0.3), (0.2, 2.0))), 32, "f8e4m3"),
+    Case(Attrs(0, 8, 1, 96, 0.1, softcap=3.0, sinks=True, kv_scales=((0.5,), (0.004,))), 64, "f8e4m3"),
 ]
 NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}-{c.kv_dtype}" for c in CASES]
 PLAIN = "Scoring<0, 0, false, false, false>"
@@ -98,7 +101,10 @@ def make(case: Case, lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Ste
         position = np.arange(before + new)
         for store in (cache.keys, cache.values):
             fresh = rng.standard_normal((before + new, *store.shape[2:])) * 1.5
-            store[tables[s, position // size], position % size] = fresh.astype(store.dtype)
+            if case.kv_dtype == "f8e4m3":  # over all its range, the numbers below the smallest normal one among them
+                scales = case.attrs.kv_scales[store is cache.values]  # type: ignore[index]
+                fresh *= 2.0 ** rng.uniform(-10, 0, fresh.shape) / np.array(scales)[:, None]
+            store[tables[s, position // size], position % size] = np.clip(fresh, -448, 448).astype(store.dtype)
     starts = np.cumsum([0] + [new for _, new in lengths]).astype(np.int32)
     step = Step(starts, np.array([sum(pair) for pair in lengths], np.int32), tables)
     return step, cache, rng.standard_normal((starts[-1], a.heads, a.head_dim)).astype(np.float32)
@@ -175,6 +181,33 @@ def test_nan_in_a_query_stays_in_its_row() -> None:
     np.testing.assert_array_equal(out, clean)
 
 
+def test_every_number_of_e4m3_is_read_as_it_is() -> None:
+    """One key each: the value comes out as it is. NaN in the cache reaches the rows that see it, and no others."""
+    case = CASES[-3]
+    number = np.arange(256, dtype=np.uint8).view(NUMPY_DTYPES["f8e4m3"])
+    step, cache, q = make(case, [(0, 1)] * 4, seed=1)
+    values = number.reshape(4, 1, 64).repeat(3, axis=1)
+    cache.values[step.block_tables[:, 0], 0] = values
+    out = run(len(CASES) - 3, step, cache, q, ISAS[0], 1).reshape(4, 3, 3, 64)
+    scales = np.array(case.attrs.kv_scales[1], np.float32)  # type: ignore[index]
+    want = values.astype(np.float32) * scales[:, None] + np.float32(0)
+    np.testing.assert_array_equal(out, want[:, :, None].repeat(3, axis=2))
+    assert np.isnan(out).sum() == 2 * 9
+    cache.keys[step.block_tables[1, 0], 0, 2, 5] = np.nan
+    rows = np.isnan(run(len(CASES) - 3, step, cache, q, ISAS[0], 1).reshape(4, 3, 3, 64)).all(-1)
+    assert rows.tolist() == [[[s == 1 and head == 2] * 3 for head in range(3)] for s in range(4)]
+
+
+def test_scales_of_other_heads_would_be_seen() -> None:
+    """Each head's own scales count: with two exchanged the reference is far away."""
+    case = CASES[-3]
+    step, cache, q = make(case, [(20, 3)], seed=2)
+    (a, b, c), values = case.attrs.kv_scales  # type: ignore[misc]
+    other = dataclasses.replace(case, attrs=dataclasses.replace(case.attrs, kv_scales=((b, a, c), values)))
+    out = run(len(CASES) - 3, step, cache, q, ISAS[0], 1)
+    assert np.abs(out - expected(other, step, cache, q)).max() > 0.1
+
+
 def test_scratch_formula_is_the_kernels() -> None:
     checks = [
         f"static_assert(llmc::PagedAttention<{c.attrs.heads}, {c.attrs.kv_heads}, {c.attrs.head_dim}, "
@@ -191,8 +224,11 @@ def test_refuses_what_it_cannot_do() -> None:
         paged_cpu.layer_bytes(1, 64, 64, 24, "f32")
     with pytest.raises(ValueError, match="kv dtype 'f16'"):
         paged_cpu.layer_bytes(1, 64, 64, 16, "f16")
+    with pytest.raises(ValueError, match="needs the scales"):
+        Case(Attrs(0, 4, 2, 8, 1.0), 16, "f8e4m3").launch()
     q = [TensorType("f32", ("T", 4, 8))]
-    for broken in ({"heads": 3}, {"window": 0}, {"softcap": -1.0}, {"chunk": 0}, {"sinks": True}, {"head_dim": 9}):
+    for broken in ({"heads": 3}, {"window": 0}, {"softcap": -1.0}, {"chunk": 0}, {"sinks": True}, {"head_dim": 9},
+                   {"kv_scales": ((1.0,), (1.0, 1.0))}, {"kv_scales": ((1.0, 0.0), (1.0, 1.0))}):  # fmt: skip
         with pytest.raises(ValueError):
             infer(dataclasses.replace(Attrs(0, 4, 2, 8, 1.0), **broken), q)
 

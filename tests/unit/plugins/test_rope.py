@@ -32,6 +32,8 @@ CASES = [
     (Attrs(0, 6, 2, 24, rotary=24, qk_norm_eps=1e-6, norm_scope="all"), 16, "bf16"),
     (Attrs(0, 3, 1, 32, rotary=32, qk_norm_eps=1e-6, norm_scope="all", norm_means=True), 16, "f32"),
     (Attrs(0, 4, 4, 16, qk_norm_eps=1e-5, norm="layer", norm_last=True, norm_bias=True), 16, "f32"),
+    (Attrs(0, 4, 2, 24, rotary=24, kv_scales=((0.01, 0.3), (2.0, 0.004))), 16, "f8e4m3"),
+    (Attrs(0, 3, 3, 20, v_dim=36, kv_scales=((1.0, 0.5, 0.25), (1.0, 0.5, 0.3))), 32, "f8e4m3"),
 ]
 
 
@@ -115,8 +117,11 @@ def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int
         results.append((out.tobytes(), held.tobytes()))
         np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
         got = unpack(held, block_size, a.kv_heads, widths, dtype)
-        tolerance = 2e-6 if dtype == "f32" else 2**-7  # neighbours in bf16 lie up to that far apart
-        np.testing.assert_allclose(got.keys.astype("f4"), cache.keys.astype("f4"), rtol=tolerance, atol=2e-6)
+        tolerance = {"f32": 2e-6, "bf16": 2**-7, "f8e4m3": 2**-3}[dtype]  # neighbours lie up to that far apart
+        near = 2**-9 if dtype == "f8e4m3" else 2e-6
+        np.testing.assert_allclose(got.keys.astype("f4"), cache.keys.astype("f4"), rtol=tolerance, atol=near)
+        if not a.rotary and not a.has_norm:
+            np.testing.assert_array_equal(got.keys, cache.keys)
         np.testing.assert_array_equal(got.values, cache.values)
     assert results[0] == results[-1]
 
@@ -135,9 +140,38 @@ def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
     assert written.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7FC0, 0x7F80, 0x8000]
 
 
+def test_e4m3_rounds_to_nearest_even_saturates_and_keeps_nan() -> None:
+    """Numbers from 2^-12 to 2^10 of both signs, those between two E4M3 numbers among them, infinities and NaN."""
+    index = len(CASES) - 1
+    a, block_size, dtype = CASES[index]
+    rng = np.random.default_rng(3)
+    numbers = np.arange(0x7F, dtype=np.uint8).view(NUMPY_DTYPES[dtype]).astype(np.float32)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    special = [0, 448, 464, 1e30, np.inf, np.nan, 1e-40, 2**-10, 2**-6]
+    x = np.concatenate(
+        [ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9), special, 2.0 ** rng.uniform(-12, 10, 200)]
+    )
+    tokens = 2 * len(x) // a.value_dim + 1
+    rows = np.resize(np.concatenate([x, -x]), (tokens, 1, a.value_dim)).astype(np.float32)
+    scales = np.array(a.kv_scales[1], np.float32)[:, None]  # type: ignore[index]
+    inputs = make_inputs(a, tokens, rng)
+    inputs[2] = (rows * scales).reshape(tokens, -1)
+    step, blocks = make_step([(0, tokens)], block_size, rng)
+    held = pack(KVCache(*(np.zeros((blocks, block_size, a.kv_heads, w)) for w in (a.head_dim, a.value_dim))), dtype)
+    rank = Rank(compiled()[ISAS[0]], launches(), 1, held)
+    rank.call(index, step, inputs, [np.zeros((tokens, a.heads, a.head_dim), np.float32)])
+    rank.close()
+    got = unpack(held, block_size, a.kv_heads, (a.head_dim, a.value_dim), dtype).values[step.block_tables[0]]
+    want = np.clip(rows * scales / scales, -448, 448).astype(NUMPY_DTYPES[dtype])
+    written = got.reshape(-1, a.kv_heads, a.value_dim)[:tokens]
+    np.testing.assert_array_equal(written.view(np.uint8), want.view(np.uint8))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"kv_scales": ((1.0, 1.0), (1.0, 1.0, 1.0))}, "kv_scales of keys"),
+        ({"kv_scales": ((1.0, 1.0, 1.0), (1.0, float("nan"), 1.0))}, "kv_scales of values"),
         ({"kv_heads": 2}, "multiple"),
         ({"rotary": 7}, "rotary=7"),
         ({"rotary": 66}, "rotary=66"),
