@@ -50,7 +50,7 @@ from llmc.builder.weights.recipe import parse
 from llmc.builder.weights.rounded import open_rounded, weight_name
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
-from llmc.profiles import TargetDescription, load_profile, load_target
+from llmc.profiles import Tactics, TargetDescription, load_profile, load_target
 
 __all__ = [
     "BuildOptions",
@@ -127,7 +127,7 @@ def compile_plan(
     manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out` then that was not
     there before. Of those, a GateError carries the report of the build that was not published.
     """
-    target = load_target(options.target)
+    target = load_target(options.target, Tactics.read(Path(options.tactics)) if options.tactics else None)
     profile = resolved_profile(checkpoint, options, target)
     toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
     if table is not None:
@@ -290,6 +290,8 @@ def _build_info(
         "profile": front.lowered.profile.name,
         "target": str(front.lowered.target),
     }
+    if options.tactics is not None:
+        config["tactics"] = f"{Path(options.tactics).stem}.yaml"  # the numbers are among the flags
     libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
     if options.precision == "fp8":
         own = front.own.scheme if front.own and front.own.linears else None

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "Answer one prompt or chat on the terminal.",
     "serve": "Serve a plan over HTTP, as OpenAI's API.",
     "bench": "Measure a plan's speed.",
+    "tune": "Measure which tactics suit this machine.",
     "models": "Show which model types compile, and why others do not.",
 }
 

@@ -65,6 +65,7 @@ _OF_STOP_AFTER = frozenset(
     type=click.FloatRange(1, 2),
     help="Layers that lose most stay bf16, up to so many times the bytes of pure FP8. Default: 1.1.",
 )
+@click.option("--tactics", type=click.Path(path_type=Path), help="File of `llmc tune`. Default: the target's own.")
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
 @click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds: neither the plan nor any stage.")
 @click.option("--lock", type=click.Path(path_type=Path), help="Lock file in which to record the plan.")

@@ -95,6 +95,11 @@ def _comments(plan: Plan) -> list[str]:
         content["token_ranges"] = [dict(r) for r in content["token_ranges"]]
         text = yaml.safe_dump(content, default_flow_style=True, width=10_000, sort_keys=False).strip()
         lines.append(f"{profile.name}.yaml: {text}")
+    if isinstance(tactics := build.config.get("tactics"), str):
+        defined = (
+            flag.removeprefix("-DLLMC_").lower().split("=") for flag in build.flags if flag.startswith("-DLLMC_")
+        )
+        lines.append(f"{tactics}: {{{', '.join(f'{name}: {value}' for name, value in defined)}}}")
     if isinstance(text_name := build.config.get("eval"), str):
         lines.append(f"{text_name}: the text of quality.json")
     return [f"# {line}" for line in lines]

@@ -42,6 +42,7 @@ def build(
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
     fp8_budget: float | None = None,
+    tactics: str | Path | None = None,
     lock: str | Path | None = None,
     gate: str | None = None,
     evaluate: bool = True,
@@ -59,8 +60,8 @@ def build(
     for FP8 only; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With `evaluate`, the finished engine
     and Hugging Face at fp32 read the same text, at most `eval_windows` windows of `eval_length` tokens of `eval_text`
     (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see llmc/gate.py; None: the precision's
-    default, "off": none) decides whether the plan is published. `kv_dtype`: see BuildOptions. `dump` is a folder for
-    the graph after each pass.
+    default, "off": none) decides whether the plan is published. `kv_dtype`, `tactics`: see BuildOptions. `dump` is a
+    folder for the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
@@ -83,6 +84,7 @@ def build(
         target=target,
         kv_dtype=kv_dtype,
         fp8_activations=fp8_activations or BuildOptions.fp8_activations,
+        tactics=None if tactics is None else str(tactics),
         verify_passes=verify_passes,
         cache=cache,
     )
@@ -93,7 +95,12 @@ def build(
     if lock is not None:
         require_lockable(Path(lock))
     with progress.stage("hash"):
-        named = {"profile": profile if _is_path(profile) else None, "calib": calib, "eval": eval_text}
+        named = {
+            "profile": profile if _is_path(profile) else None,
+            "calib": calib,
+            "eval": eval_text,
+            "tactics": tactics,
+        }
         files = {name: Path(value) for name, value in named.items() if value is not None}
         asked = {"fp8_activations": fp8_activations, "fp8_budget": fp8_budget}  # a choice and its default can differ
         settings = {**dataclasses.asdict(options), **exam.settings(), **asked}

@@ -35,8 +35,8 @@ from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
 
 C = TypeVar("C", bound=Chunk)
 _COMMAND = (sys.executable, "-P", "-m", "llmc.runtime.rank_main")
-#: Seconds that ranks may take to load.
-LOAD_TIMEOUT = 300.0
+#: Seconds that ranks may take to load, beside reading the plan from a disk of at least so many bytes a second.
+LOAD_TIMEOUT, SLOWEST_DISK = 300.0, 20e6
 _CLOSE_SECONDS = 1.0
 
 
@@ -176,7 +176,8 @@ class Executor:
                 layout=layout,
             )
             rank.send(config.encode())
-        self._wait(READY, LOAD_TIMEOUT)
+        size = sum(section.size for section in manifest.sections)
+        self._wait(READY, LOAD_TIMEOUT + size / SLOWEST_DISK)
 
     def _span(self, name: str) -> tuple[int, int]:
         if name not in self.plan:

@@ -71,13 +71,14 @@ def failure(kind: str, message: str) -> bytes:
 
 
 def _map_file(descriptor: int, span: _Span) -> np.ndarray:
-    """u8[size]: a section of the plan, read when touched. Sections start on page boundaries."""
+    """u8[size]: a section of the plan, read from the disk now: the first step should not wait for it, nor time out over
+    it. Sections start on page boundaries.
+    """
     offset, size = span
     if size == 0:
         return np.empty(0, np.uint8)
-    data = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=offset)
-    data.madvise(mmap.MADV_WILLNEED)
-    return np.frombuffer(data, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ, offset=offset), np.uint8)
 
 
 def _allocate(size: int, what: str) -> np.ndarray:

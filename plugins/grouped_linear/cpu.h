@@ -15,9 +15,6 @@ using namespace lin;
 
 // Up to here all rows are multiplied straight from the packed bytes, and threads may share a panel by halves.
 constexpr int kFewPairs = 64;
-// Floats of a thread before its sorted pairs: those of linear (THREAD_FLOATS in plugins/linear/cpu.py).
-constexpr int kThreadFloats = (256 + 240) * kPanel;
-static_assert(kBlock + kMaxChunkTiles * kMaxTile <= 256 + 240);
 
 // A pair is a token and one of its slots, token * slots + slot. Writes all pairs in the order of their experts, within one
 // in their own, to order[pairs]; expert e has those from first[e] to first[e + 1].

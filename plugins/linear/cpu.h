@@ -14,8 +14,10 @@ namespace llmc {
 namespace lin {
 
 // Up to here rows are multiplied straight from the packed bytes; beyond, unpacking once is cheaper than decoding again.
-constexpr int kMaxPackedRows = 2 * kMaxPackedTile;
-constexpr int kMaxChunkTiles = 240 / kMaxTile;
+constexpr int kMaxPackedRows = LLMC_PACKED_ROWS;
+constexpr int kMaxChunkTiles = LLMC_CHUNK_ROWS / kMaxTile;
+constexpr int kThreadFloats = (512 + 480) * kPanel;  // THREAD_FLOATS in cpu.py: a block of a panel, a chunk's sums
+static_assert(kBlock + kMaxChunkTiles * kMaxTile <= kThreadFloats / kPanel);
 
 struct Linear {  // activations, on results
   static Lanes act(Lanes x) { return x; }

@@ -15,8 +15,8 @@ from llmc.plugins.linear import Attrs
 
 FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
-#: Floats of a thread beside one row of x: a block of a panel and the sums of a chunk of rows (tiles.h, cpu.h).
-THREAD_FLOATS = (256 + 240) * PANEL
+#: Floats of a thread beside one row of x: the largest block of a panel and chunk of rows that tactics name (cpu.h).
+THREAD_FLOATS = (512 + 480) * PANEL
 
 
 def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[str, str]:

@@ -12,9 +12,10 @@ namespace llmc::lin {
 // Rows of the largest tile, on unpacked weights and on packed ones, which need registers to decode in.
 constexpr int kMaxTile = LLMC_WIDE ? 12 : 6;
 constexpr int kMaxPackedTile = LLMC_WIDE ? 12 : 4;
-// k that are unpacked at once, and the width of the pieces: a piece [kBlock][kPiece] stays in the L1 cache.
-constexpr int kBlock = LLMC_WIDE ? 128 : 256;
-constexpr int kAhead = 2048;  // bytes; prefetches across the end of a page, where hardware stops
+// k that are unpacked at once, and the width of the pieces: a piece [kBlock][kPiece] stays in the L1 cache. Tactics, which
+// targets describe, come as macros (profiles/tactics.py).
+constexpr int kBlock = LLMC_BLOCK;
+constexpr int kAhead = LLMC_PREFETCH_BYTES;  // prefetches across the end of a page, where hardware stops
 
 // In how many parts a tile of R rows takes a panel, so that accumulators stay in registers (32 wide, 16 narrow).
 constexpr int parts_for(int rows) { return LLMC_WIDE ? (rows <= 6 ? 1 : 2) : rows <= 1 ? 1 : rows <= 3 ? 2 : 4; }

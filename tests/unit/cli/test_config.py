@@ -42,6 +42,7 @@ target: cpu:x86-64-v4
 kv-cache-dtype: bf16
 fp8-activations: token
 calib: table.json
+tactics: fast.yaml
 output: engine.plan
 lock: llmc.lock
 gate: off
@@ -57,7 +58,8 @@ no-cache: true
     assert built == {
         "model": tmp_path / "tiny", "precision": "fp8", "tp": 2, "profile": str(tmp_path / "shapes/short.yaml"),
         "target": "cpu:x86-64-v4", "kv_dtype": "bf16", "fp8_activations": "token", "fp8_budget": None,
-        "calib": tmp_path / "table.json", "output": tmp_path / "engine.plan", "lock": tmp_path / "llmc.lock",
+        "calib": tmp_path / "table.json", "tactics": tmp_path / "fast.yaml",
+            "output": tmp_path / "engine.plan", "lock": tmp_path / "llmc.lock",
         "gate": "off", "eval_text": tmp_path / "text.txt", "eval_windows": 3, "eval_length": 64, "evaluate": True,
         "verify_passes": True, "cache": False, "dump": None,
     }  # fmt: skip

@@ -1,0 +1,48 @@
+"""`llmc tune`: which tactics suit this machine, as a file for `llmc build --tactics`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmc.cli.build import PRECISIONS
+
+
+@click.command(name="tune")
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
+@click.option("--fp8", is_flag=True, help="As in `llmc build`, for which the tactics are.")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="As in `llmc build`.")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="As in `llmc build`.")
+@click.option("--profile", default="chat", show_default=True, help="As in `llmc build`.")
+@click.option("--target", default="cpu", show_default=True, help="As in `llmc build`.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(min=1), help="Of each pair of timings.")
+@click.option("-o", "--output", default="tactics.yaml", show_default=True, type=click.Path(path_type=Path))
+def command(
+    model: Path, fp8: bool, dtype: str | None, tp: int, profile: str, target: str, repeats: int, output: Path
+) -> None:
+    """Time a model's kernels with every tactic in turn, and write the best to a file.
+
+    Tactics change speed, never a result. Each value takes a build without the gate, and a few seconds of timing; a busy
+    machine finds nothing.
+    """
+    from llmc.artifacts.errors import UsageError
+    from llmc.cli.build import require_build_libraries
+
+    if fp8 and dtype:
+        raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
+    require_build_libraries()
+    from llmc.artifacts.files import require_writable, write_file
+    from llmc.tune import Trial, tune
+
+    require_writable(output)
+
+    def tell(trial: Trial, taken: bool) -> None:
+        steps = ", ".join(f"{tokens}: {ratio:.2f}x" for tokens, ratio in trial.ratios.items())
+        verdict = "taken" if taken else "left"
+        click.echo(f"{trial.key} {trial.value}: {trial.gain:.3f}x, {verdict} (by tokens of a step {steps})", err=True)
+
+    shape: dict[str, object] = {"precision": "fp8" if fp8 else dtype, "tp": tp, "profile": profile}
+    best = tune(model, target, shape, repeats, tell)
+    write_file(output, best.to_yaml().encode())
+    click.echo(f"{output}: {best.to_yaml().strip().replace(chr(10), ', ')}")

@@ -1,0 +1,54 @@
+"""Tactics: read with errors that name the field, and told to the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmc.artifacts.errors import UsageError
+from llmc.plugins.cpu.call import PANEL
+from llmc.plugins.linear.cpu import THREAD_FLOATS
+from llmc.profiles import Tactics, load_target, target_names
+from llmc.profiles.tactics import CHOICES
+
+GOOD = {"packed_rows": 4, "block": 128, "chunk_rows": 120, "prefetch_bytes": 512}
+
+
+def test_a_file_reads_back_and_the_compiler_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(Tactics(**GOOD).to_yaml())
+    tactics = Tactics.read(file)
+    assert dataclasses.asdict(tactics) == GOOD
+    flags = load_target("cpu", tactics).cxx_flags
+    assert flags[1:] == (
+        "-DLLMC_PACKED_ROWS=4",
+        "-DLLMC_BLOCK=128",
+        "-DLLMC_CHUNK_ROWS=120",
+        "-DLLMC_PREFETCH_BYTES=512",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block": 100}, "block is 100; one of 64, 128, 256, 512"),
+        ({"block": None}, "block is None; a whole number"),
+        ({"packed_rows": "8"}, "packed_rows is '8'; a whole number"),
+        ({"blocks": 128}, "unknown key 'blocks'; did you mean 'block'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(yaml.safe_dump(GOOD | change))
+    with pytest.raises(UsageError, match=rf"t\.yaml: {words}"):
+        Tactics.read(file)
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_targets_have_tactics_that_kernels_have_scratch_for(name: str) -> None:
+    tactics = dataclasses.asdict(load_target(name).tactics)
+    assert all(tactics[key] in choices for key, choices in CHOICES.items())
+    assert (max(CHOICES["block"]) + max(CHOICES["chunk_rows"])) * PANEL == THREAD_FLOATS
