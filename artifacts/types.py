@@ -22,6 +22,8 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "u4": np.dtype(ml_dtypes.uint4),  # a byte each; packed for kernels, two in a byte of u8
+    "u8": np.dtype(np.uint8),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
     "bool": np.dtype(np.bool_),
@@ -29,6 +31,10 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 
 #: The largest finite E4M3 number.
 FP8_MAX = 448.0
+
+#: Columns of an INT4 weight that share a scale and a zero point, and the largest of its numbers.
+INT4_GROUP = 128
+INT4_MAX = 15
 
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]")
 

@@ -105,18 +105,22 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
                 raise _fail(recipe, f"axis {axis} of {source} is longer than {size}")
             shape[axis] = size
         case Panels(_, width):
-            shape = _panels_shape(shape, width)
+            return _panels(source, width)
         case PanelsGated(_, width):
             if shape[len(shape) == 3] % 2 or width % 2:
                 raise _fail(recipe, f"{source} has no two equal halves of rows")
-            shape = _panels_shape(shape, width)
+            return _panels(source, width)
     return TensorType(source.dtype, tuple(shape))
 
 
-def _panels_shape(shape: list[int], width: int) -> list[int]:
-    """[N, ...] -> [panels, ..., width], or the same behind the first axis of a stack."""
+def _panels(source: TensorType, width: int) -> TensorType:
+    """[N, ...] -> [panels, ..., width], or the same behind the first axis of a stack; 4-bit numbers two in a byte."""
+    shape = [int(d) for d in source.shape]
     *stack, rows = shape[: 1 + (len(shape) == 3)]
-    return [*stack, -(-rows // width), *shape[len(stack) + 1 :], width]
+    before, inner = (*stack, -(-rows // width)), shape[len(stack) + 1 :]
+    if source.dtype == "u4":
+        return TensorType("u8", (*before, *inner, width // 2))
+    return TensorType(source.dtype, (*before, *inner, width))
 
 
 def _without(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:

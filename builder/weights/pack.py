@@ -21,11 +21,14 @@ def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.nda
 
     N is padded with zeros. `gated`: the rows are N/2 gates, then N/2 ups; each panel holds width/2 gates, then the ups
     that belong to them, and both halves are padded alike. FP8 bytes are shuffled within groups of 32 outputs, so that a
-    kernel decodes eight outputs that belong together from one 64-bit lane.
+    kernel decodes eight outputs that belong together from one 64-bit lane. 4-bit numbers become two in a byte of u8, so
+    that a panel is [K, width / 2]: of 64 outputs, nibble j of 32-bit word i is output 8*j+i.
     """
     if value.ndim == 3:
         return np.stack([pack_panels(matrix, width, gated=gated) for matrix in value])
     rows, missing = _rows(len(value), width, gated)
+    if value.dtype == NUMPY_DTYPES["u4"]:
+        return _nibbles(np.where(missing[..., None], 0, value.view(np.uint8)[rows]))
     if value.dtype == NUMPY_DTYPES["f8e4m3"]:
         order = (np.arange(0, width, 32)[:, None] + _GROUP).ravel()
         rows, missing = rows[:, order], missing[:, order]
@@ -44,3 +47,12 @@ def _rows(count: int, width: int, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     rows = np.concatenate([place + side * own for side in range(sides)], axis=1)
     missing = np.concatenate([place >= own] * sides, axis=1)
     return np.where(missing, 0, rows), missing
+
+
+def _nibbles(panels: np.ndarray) -> np.ndarray:
+    """u8[panels, width, K] of numbers below 16 -> u8[panels, K, width / 2]."""
+    count, width, columns = panels.shape
+    # Axes: panel, group of 64 outputs, byte of a word, its low and its high nibble, word, k.
+    parts = panels.reshape(count, width // 64, 4, 2, 8, columns)
+    both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4
+    return np.ascontiguousarray(both.transpose(0, 4, 1, 3, 2)).reshape(count, columns, width // 2)

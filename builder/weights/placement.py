@@ -56,8 +56,8 @@ def stored_form(recipe: str, kind: TensorType, packing: str | None, path: str) -
     if packing is None:
         return Stored(recipe, kind, path)
     shape = tuple(int(d) for d in kind.shape)
-    packed = infer(parse(packing.format("load('x')")), lambda leaf: shape)
-    return Stored(packing.format(recipe), TensorType(kind.dtype, packed.shape), path)
+    packed = infer(parse(packing.format(f"stored('x', '{kind.dtype}')")), lambda leaf: shape)
+    return Stored(packing.format(recipe), packed, path)
 
 
 def place(ranks: Sequence[Sequence[Stored]]) -> tuple[tuple[Member, ...], Member]:

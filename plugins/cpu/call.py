@@ -28,8 +28,16 @@ from typing import Literal as OneOf
 
 from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 
-#: dtype -> the C++ type of its elements in kernels. Narrow floats are raw bits.
-C_TYPES = {"f32": "float", "bf16": "llmc::bf16", "f8e4m3": "uint8_t", "i32": "int32_t", "i64": "int64_t"}
+#: dtype -> the C++ type of its elements in kernels. Narrow floats are raw bits, 4-bit numbers lie two in a byte.
+C_TYPES = {
+    "f32": "float",
+    "bf16": "llmc::bf16",
+    "f16": "uint16_t",
+    "f8e4m3": "uint8_t",
+    "u4": "uint8_t",
+    "i32": "int32_t",
+    "i64": "int64_t",
+}
 
 #: Outputs that kernels read side by side: weights are packed in panels of so many rows (see linear/formats.h).
 PANEL = 64

@@ -1,4 +1,4 @@
-"""linear: x times a weight in fp32, bf16 or FP8 E4M3, with bias, activation or gated product, and sum over ranks.
+"""linear: x times a weight in fp32, bf16, FP8 E4M3 or INT4, with bias, activation or gated product, and sum over ranks.
 
 Comes in: x, the weight by output rows, its scales, the bias. Goes out: one f32 matrix. Must not know: builder, runtime.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
+from llmc.artifacts.types import FP8_MAX, INT4_GROUP, NUMPY_DTYPES, TensorType
 from llmc.plugins.operator import Operator, StepContext
 from llmc.plugins.pointwise.functions import UNARY
 
@@ -23,7 +23,7 @@ class Attrs:
     """Beside an E4M3 weight x is E4M3 too, by `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448),
     or with neither as it is. `epilogue`: an activation of the result, or with `_gate`: the weight holds N/2 gate rows,
     then N/2 up rows, and act(gate) * up is the result. `all_reduce`: results are summed over ranks; the bias is added
-    once, after the sum.
+    once, after the sum. `group_start`: how many columns of the first group of an INT4 weight are on other ranks.
     """
 
     bias: bool = False
@@ -31,16 +31,21 @@ class Attrs:
     x_per_token: bool = False
     epilogue: str = "none"
     all_reduce: bool = False
+    group_start: int = 0
 
 
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
-    """x f32[M,K], w [N,K], (w_scale f32[N],) (b f32[N]) -> f32[M,N], or f32[M,N/2] when gated."""
+    """x f32[M,K], w [N,K], (w_scale f32[N],) (b f32[N]) -> f32[M,N], or f32[M,N/2] when gated.
+
+    After an INT4 weight come scales f16[N,G] and zero points u4[N,G] of its G groups of 128 columns, of which the last
+    (and behind a `group_start` the first) may be smaller.
+    """
     if len(types) < 2 or types[0].dtype != "f32" or types[0].rank != 2 or types[1].rank != 2:
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32[M,K] and w [N,K] first")
     x, w = types[0], types[1]
     quantized = w.dtype == "f8e4m3"
-    if w.dtype not in ("f32", "bf16", "f8e4m3"):
-        raise ValueError(f"the weight is {w}; expected f32, bf16 or f8e4m3")
+    if w.dtype not in ("f32", "bf16", "f8e4m3", "u4"):
+        raise ValueError(f"the weight is {w}; expected f32, bf16, f8e4m3 or u4")
     if x.shape[1] != w.shape[1] or not all(isinstance(d, int) and d > 0 for d in w.shape):
         raise ValueError(f"{x} times {w}: K must be the same number in both")
     if (attrs.x_scale is not None) + attrs.x_per_token > quantized:
@@ -53,9 +58,14 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(f"epilogue {attrs.epilogue!r} is not one of {', '.join(EPILOGUES)}")
     if attrs.all_reduce and attrs.epilogue != "none":
         raise ValueError(f"epilogue {attrs.epilogue!r} of a partial sum")
+    if not 0 <= attrs.group_start < INT4_GROUP or (attrs.group_start and w.dtype != "u4"):
+        raise ValueError(f"group_start={attrs.group_start} is not within 0..{INT4_GROUP - 1}, or the weight is not u4")
     size = w.shape[0]
     assert isinstance(size, int)
     rest = [TensorType("f32", (size,))] * (quantized + attrs.bias)
+    if w.dtype == "u4":
+        shape = (size, groups(int(w.shape[1]), attrs.group_start))
+        rest = [TensorType("f16", shape), TensorType("u4", shape), *rest]
     if list(types[2:]) != rest:
         raise ValueError(f"after w come {', '.join(map(str, types[2:]))}; expected {', '.join(map(str, rest))}")
     if attrs.epilogue.endswith("_gate"):
@@ -63,6 +73,19 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
             raise ValueError(f"gate and up need an even number of rows; the weight is {w}")
         size //= 2
     return (TensorType("f32", (x.shape[0], size)),)
+
+
+def groups(columns: int, start: int = 0) -> int:
+    """How many groups of an INT4 weight that many columns lie in, the first of them column `start` of its group."""
+    return -(-(start + columns) // INT4_GROUP)
+
+
+def dequantize(w: np.ndarray, scale: np.ndarray, zero: np.ndarray, start: int = 0) -> np.ndarray:
+    """f32[N,K]: (w - zero) * scale of an INT4 weight u4[N,K] with scales [N,G] and zero points u4[N,G]; exact where the
+    scales are f16.
+    """
+    group = (start + np.arange(w.shape[1])) // INT4_GROUP
+    return (w.astype(np.float32) - zero.astype(np.float32)[:, group]) * scale.astype(np.float32)[:, group]
 
 
 def quantize_x(x: np.ndarray, x_scale: float | None) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +115,8 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
         if attrs.x_per_token or attrs.x_scale is not None:
             x, x_scale = quantize_x(x, attrs.x_scale)
             scale = x_scale * scale
+    if w.dtype == NUMPY_DTYPES["u4"]:
+        w = dequantize(w, rest.pop(0), rest.pop(0), attrs.group_start)
     y = x.astype(np.float32) @ w.astype(np.float32).T * scale
     if attrs.all_reduce:
         y = context.all_reduce(y) if context.tp > 1 else y

@@ -91,20 +91,32 @@ struct Kernel {
   X prepare;
   const float* x;
   int64_t x_stride;
-  const typename F::T* w;
+  typename F::Weight w;
   const float *w_scale, *bias;
   float* y;
   int64_t y_stride;
 
   int panels() const { return (n + kPanel - 1) / kPanel; }
   static float factor(float scale) { return X::kScaled ? scale * kXFactorRest : scale; }
-  const typename F::T* panel(int p) const { return w + int64_t(p) * kPanel * k; }
+  // Floats of a prepared row.
+  int width() const {
+    if constexpr (F::kGrouped)
+      return prepare.width(k);
+    else
+      return k;
+  }
+  typename F::Weight panel(int p) const {
+    if constexpr (F::kGrouped)
+      return w.panel(p, k);
+    else
+      return w + int64_t(p) * kPanel * k;
+  }
 
-  // Every thread quantizes the row for itself: cheaper than a meeting.
+  // Every thread prepares the row for itself: cheaper than a meeting.
   void one_row() const {
     const float* row = x;
     float scale = 1;
-    if (X::kScaled) {
+    if (X::kScaled || F::kGrouped) {
       float* own = reinterpret_cast<float*>(c.scratch(tid));
       scale = factor(prepare(x, k, own, 1));
       row = own;
@@ -130,13 +142,13 @@ struct Kernel {
   // All threads together: x to tiles in the shared scratch, followed by each row's factor.
   const float* tiled(const Tiles& tiles) const {
     float* to = reinterpret_cast<float*>(c.scratch());
-    float* scales = to + int64_t(tiles.rows) * k;
+    float* scales = to + int64_t(tiles.rows) * width();
     const Share mine = share(tiles.rows, tid, c.threads);
     for (int tile = 0; tile < tiles.count; ++tile) {
       const int first = tiles.first(tile), size = tiles.size(tile);
       for (int r = 0; r < size; ++r)
         if (first + r >= mine.first && first + r < mine.last)
-          scales[first + r] = factor(prepare(x + (first + r) * x_stride, k, to + int64_t(first) * k + r, size));
+          scales[first + r] = factor(prepare(x + (first + r) * x_stride, k, to + int64_t(first) * width() + r, size));
     }
     c.barrier(tid);
     return to;
@@ -145,14 +157,14 @@ struct Kernel {
   void few_rows(int64_t rows) const {
     const Tiles tiles(rows, kMaxPackedTile);
     const float* packed_x = tiled(tiles);
-    const float* scales = packed_x + rows * k;
+    const float* scales = packed_x + rows * width();
     halves([&](int p, int half) {
       const Done done(p, n, w_scale, bias);
       alignas(64) float acc[kMaxPackedTile * kPanel];
       for (int tile = 0; tile < tiles.count; ++tile) {
         const int first = tiles.first(tile), size = tiles.size(tile);
         with_rows<kMaxPackedTile>(size, [&](auto r) {
-          packed_tile<F, decltype(r)::value>(panel(p), k, packed_x + int64_t(first) * k, acc, half);
+          packed_tile<F, decltype(r)::value>(panel(p), k, packed_x + int64_t(first) * width(), acc, half);
         });
         for (int r = 0; r < size; ++r) done(acc + r * kPanel, scales[first + r], y + (first + r) * y_stride, half);
       }
@@ -162,33 +174,67 @@ struct Kernel {
   void many_rows(int64_t rows) const {
     const Tiles tiles(rows, kMaxTile);
     const float* packed_x = tiled(tiles);
-    const float* scales = packed_x + rows * k;
+    const float* scales = packed_x + rows * width();
     // Chunks keep a thread's sums in its cache; twice as many where panels alone would divide the work unevenly.
     int chunks = (tiles.count + kMaxChunkTiles - 1) / kMaxChunkTiles;
     while (c.threads > 1 && panels() * chunks < 16 * c.threads && chunks * 8 <= tiles.count) chunks *= 2;
     const Share mine = share(int64_t(panels()) * chunks, tid, c.threads);
     float* pieces = reinterpret_cast<float*>(c.scratch(tid));
-    float* acc = pieces + kBlock * kPanel;
+    float* acc = pieces + kRows<F> * kPanel;
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
       const int from = run_start(tiles.count, chunks, chunk), to = run_start(tiles.count, chunks, chunk + 1);
-      for (int k0 = 0; k0 < k; k0 += kBlock) block(tiles, from, to, p, k0, packed_x, pieces, acc);
+      const Chunk some{tiles, from, to, packed_x, acc};
+      if constexpr (F::kGrouped)
+        by_groups(panel(p), pieces, some);
+      else
+        by_blocks(panel(p), pieces, some);
       const Done done(p, n, w_scale, bias);
       const int top = tiles.first(from);
       for (int r = top; r < tiles.first(to); ++r) done(acc + (r - top) * kPanel, scales[r], y + r * y_stride, -1);
     }
   }
 
-  void block(const Tiles& tiles, int from, int to, int p, int k0, const float* packed_x, float* pieces, float* acc) const {
-    const int k_count = std::min(kBlock, k - k0);
-    unpack<F>(panel(p) + int64_t(k0) * kPanel, k_count, pieces, std::make_index_sequence<kVecs>());
+  // Some tiles of x, and the sums of their rows.
+  struct Chunk {
+    const Tiles& tiles;
+    int from, to;
+    const float* x;
+    float* acc;
+  };
+
+  void by_blocks(const typename F::T* panel, float* pieces, const Chunk& chunk) const {
+    for (int k0 = 0; k0 < k; k0 += kBlock) {
+      const int count = std::min(kBlock, k - k0);
+      unpack<F>(panel + int64_t(k0) * kPanel, count, pieces, std::make_index_sequence<kVecs>());
+      multiply<false>(pieces, k0, count, chunk);
+    }
+  }
+
+  // A group at a time, its zero points as one more row.
+  void by_groups(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
+    constexpr auto vecs = std::make_index_sequence<kVecs>();
+    alignas(64) float scale[kPanel];
+    for (int k0 = 0, group = 0, count; k0 < k; k0 += count, ++group) {
+      count = group_size(k0, k, panel.start);
+      unpack<F>(panel.bytes + int64_t(k0) * F::kRow, count, pieces, vecs);
+      unpack<F>(panel.zero + group * F::kRow, 1, pieces + count * kPiece, vecs);
+      unpack_scale<F>(panel.scale + group * kPanel, scale, vecs);
+      multiply<true>(pieces, k0 + group, count + 1, chunk, scale);
+    }
+  }
+
+  // The sums of the chunk += x from column k0 on times `count` unpacked rows.
+  template <bool Scaled>
+  void multiply(const float* pieces, int k0, int count, const Chunk& chunk, const float* scale = nullptr) const {
     for (int piece = 0; piece < kPanel / kPiece; ++piece)
-      for (int tile = from; tile < to; ++tile) {
-        const int first = tiles.first(tile), size = tiles.size(tile);
-        const float* at = packed_x + int64_t(first) * k + int64_t(k0) * size;
-        float* sums = acc + (first - tiles.first(from)) * kPanel + piece * kPiece;
+      for (int tile = chunk.from; tile < chunk.to; ++tile) {
+        const int first = chunk.tiles.first(tile), size = chunk.tiles.size(tile);
+        const float* at = chunk.x + int64_t(first) * width() + int64_t(k0) * size;
+        float* sums = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + piece * kPiece;
         with_rows<kMaxTile>(size, [&](auto r) {
-          unpacked_tile<decltype(r)::value>(pieces + piece * kBlock * kPiece, k_count, at, sums, k0 == 0);
+          unpacked_tile<decltype(r)::value, Scaled>(pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0,
+                                                    Scaled ? scale + piece * kPiece : nullptr);
         });
       }
   }
@@ -209,7 +255,7 @@ struct Kernel {
 
 // y[rows, N] (N/2 when gated) from x[rows, K]; rows is within Min..Max. With AllReduce the sum over ranks of N columns.
 template <int K, int N, int64_t Min, int64_t Max, class F, class X, class Act, bool Gated, bool Bias, bool AllReduce>
-void linear(const Ctx& c, int tid, int64_t rows, const float* x, int64_t x_stride, X prepare, const typename F::T* w,
+void linear(const Ctx& c, int tid, int64_t rows, const float* x, int64_t x_stride, X prepare, typename F::Weight w,
             const float* w_scale, const float* bias, float* y, int64_t y_stride) {
   if constexpr (!AllReduce) {
     lin::Kernel<F, X, Act, Gated, Bias>{c, tid, K, N, prepare, x, x_stride, w, w_scale, bias, y, y_stride}

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.artifacts.types import TensorType
-from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
-from llmc.plugins.linear import Attrs
+from llmc.plugins.cpu.call import PANEL, Arg, Call, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.linear import Attrs, groups
 
-FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8"}
+FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "u4": "Int4"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
 #: Floats of a thread beside one row of x: the largest block of a panel and chunk of rows that tactics name (cpu.h).
 THREAD_FLOATS = (512 + 480) * PANEL
@@ -27,23 +27,32 @@ def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[st
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
-    """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce."""
+    """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce. An INT4 weight's scales and
+    zero points are packed like it, and each row of x takes the sums of its groups with it (int4.h).
+    """
     x, w = inputs[0], inputs[1]
     n, k = (int(d) for d in w.shape)
     least, most = env.bounds(x.shape[0])
-    quantized = w.dtype == "f8e4m3"
+    quantized, grouped = w.dtype == "f8e4m3", w.dtype == "u4"
     act, gate, _ = attrs.epilogue.partition("_gate")
     kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
     null = Literal("nullptr")
+    weight: Arg = Pointer("in", 1)
+    width = k
+    if grouped:
+        kind, x_prepared = "Grouped", f"llmc::lin::Grouped{{{attrs.group_start}}}"
+        width = k + groups(k, attrs.group_start)
+        parts = (Pointer("in", 1), Pointer("in", 2), Pointer("in", 3), Literal(str(attrs.group_start)))
+        weight = Call("llmc::lin::Int4Weight", parts)
     args: tuple[Arg, ...] = (
         Product((x.shape[0],)),
         Pointer("in", 0),
         RowStride("in", 0),
         Literal(x_prepared),
-        Pointer("in", 1),
+        weight,
         Pointer("in", 2) if quantized else null,
-        Pointer("in", 2 + quantized) if attrs.bias else null,
+        Pointer("in", len(inputs) - 1) if attrs.bias else null,
         Pointer("out", 0),
         RowStride("out", 0),
     )
@@ -52,8 +61,8 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         function=f"linear<{k}, {n}, {least}, {most}, lin::{FORMATS[w.dtype]}, lin::{kind}, "
         f"lin::{_ACTIVATIONS[act]}, {flags}>",
         args=args,
-        packing={1: f"panels{gate and '_gated'}({{}}, {PANEL})"},
+        packing=dict.fromkeys((1, 2, 3) if grouped else (1,), f"panels{gate and '_gated'}({{}}, {PANEL})"),
         strided=frozenset({Pointer("in", 0)} | ({Pointer("out", 0)} if not attrs.all_reduce else set())),
-        scratch=Scratch(shared=4 * most * (k + 1) if most > 1 else 0, per_thread=4 * max(k, THREAD_FLOATS)),
+        scratch=Scratch(shared=4 * most * (width + 1) if most > 1 else 0, per_thread=4 * max(width, THREAD_FLOATS)),
         sums_ranks=4 * n if attrs.all_reduce else 0,
     )

@@ -4,6 +4,8 @@
 //   Format::decode<J>(row)             the J-th vector of a panel's row k, J < kVecs, for Fp8 times 2^-120
 //   Format::put<J>(v, to, stride)      that vector's lanes to their outputs: n goes to to[n / kPiece * stride + n % kPiece]
 //   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
+//   Format::Weight                     what a linear is given: a pointer, or with scales of groups more (int4.h)
+//   Format::kRow                       elements T from one k of a panel to the next
 //
 // Part p of 2 is the outputs 16p..16p+15 and 32+16p..32+16p+15; part p of 4 likewise with 8. So a part of a gated panel
 // (32 gate outputs, then their 32 up outputs) has gates and ups that belong together.
@@ -37,6 +39,15 @@ inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 constexpr int kVecs = kPanel / kWidth;
 constexpr int kPiece = 2 * kWidth;  // outputs of a tile on unpacked weights
 
+// Every weight is a number by itself.
+template <class Element>
+struct Single {
+  using T = Element;
+  using Weight = const T*;
+  static constexpr bool kGrouped = false;
+  static constexpr int kRow = kPanel;
+};
+
 // Vectors in the order of outputs.
 struct InOrder {
   static constexpr int in_part(int parts, int j) { return j * kWidth % (kPanel / 2) / (kPanel / 2 / parts); }
@@ -46,14 +57,12 @@ struct InOrder {
   }
 };
 
-struct Fp32 : InOrder {
-  using T = float;
+struct Fp32 : InOrder, Single<float> {
   template <int J>
   static Vec decode(const T* row) { return vload(row + J * kWidth); }
 };
 
-struct Bf16 : InOrder {
-  using T = bf16;
+struct Bf16 : InOrder, Single<bf16> {
   template <int J>
   static Vec decode(const T* row) {
 #if LLMC_WIDE
@@ -73,8 +82,7 @@ struct Bf16 : InOrder {
 //
 // Bytes 1 and 3 of a word are moved together by one shift of its halves, bytes 0 and 2 likewise after they have been moved
 // up: 9 operations for 4 vectors, where shifting each byte alone takes 11 (the compiler shares what decode<J>s have in common).
-struct Fp8 {
-  using T = uint8_t;
+struct Fp8 : Single<uint8_t> {
   static constexpr int kMask = int(0x87F00000);
 #if LLMC_WIDE
   // Vector j is outputs 8j..8j+7 of both groups.

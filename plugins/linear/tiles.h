@@ -1,11 +1,13 @@
 // The inner loops of linear: a tile of rows times a panel of weights. Every output is one chain of fused multiply-adds over
-// k from 0 up, whatever the tile, so that results do not depend on how rows are grouped or which loop ran.
+// k from 0 up, whatever the tile, so that results do not depend on how rows are grouped or which loop ran. Where a group of
+// k has a scale, a chain is that of a group, and groups are added in order.
 //
 // x of a tile of R rows is interleaved: x[k * R + r].
 #pragma once
 #include <utility>
 
 #include "plugins/linear/formats.h"
+#include "plugins/linear/int4.h"
 
 namespace llmc::lin {
 
@@ -20,35 +22,79 @@ constexpr int kAhead = LLMC_PREFETCH_BYTES;  // prefetches across the end of a p
 // In how many parts a tile of R rows takes a panel, so that accumulators stay in registers (32 wide, 16 narrow).
 constexpr int parts_for(int rows) { return LLMC_WIDE ? (rows <= 6 ? 1 : 2) : rows <= 1 ? 1 : rows <= 3 ? 2 : 4; }
 
+template <class F>
+[[gnu::always_inline]] inline void prefetch(const typename F::T* w) {
+  constexpr int bytes = F::kRow * sizeof(*w);
+  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + line);
+}
+
+// The vectors of a tile that one part of a panel takes: sums of them are kept in registers.
 template <class F, int R, int Parts, int Part, size_t... J>
-__attribute__((noinline)) void packed_part(const typename F::T* w, int k_count, const float* x, float* acc,
-                                           std::index_sequence<J...>) {
+struct PartSums {
   Vec sum[kVecs][R];
-  ((F::in_part(Parts, J) == Part ? [&] { for (int r = 0; r < R; ++r) sum[J][r] = vzero(); }() : void()), ...);
-  for (int k = 0; k < k_count; ++k, w += kPanel, x += R) {
-    if constexpr (Part == 0)
-      for (size_t line = 0; line < sizeof(*w); ++line) __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64 * line);
+
+  // Calls fn(index) for the vectors of this part.
+  template <class Fn>
+  [[gnu::always_inline]] static void each(const Fn& fn) {
     const auto one = [&](auto index) {
-      constexpr int j = decltype(index)::value;
-      if constexpr (F::in_part(Parts, j) == Part) {
-        const Vec value = F::template decode<j>(w);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sum[j][r] = vfma(value, vsplat(x + r), sum[j][r]);
-      }
+      if constexpr (F::in_part(Parts, decltype(index)::value) == Part) fn(index);
     };
     (one(std::integral_constant<int, J>()), ...);
   }
-  const auto put = [&](auto index) {
-    constexpr int j = decltype(index)::value;
-    if constexpr (F::in_part(Parts, j) == Part)
-      for (int r = 0; r < R; ++r) F::template put<j>(sum[j][r], acc + r * kPanel, kPiece);
-  };
-  (put(std::integral_constant<int, J>()), ...);
+
+  [[gnu::always_inline]] void clear() {
+    each([&](auto index) {
+      for (int r = 0; r < R; ++r) sum[index][r] = vzero();
+    });
+  }
+
+  // += x * weights, `count` of k.
+  [[gnu::always_inline]] void add(const typename F::T* w, int count, const float* x) {
+    for (int k = 0; k < count; ++k, w += F::kRow, x += R) {
+      if constexpr (Part == 0) prefetch<F>(w);
+      each([&](auto index) {
+        constexpr int j = decltype(index)::value;
+        const Vec value = F::template decode<j>(w);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sum[j][r] = vfma(value, vsplat(x + r), sum[j][r]);
+      });
+    }
+  }
+};
+
+template <class F, int R, int Parts, int Part, size_t... J>
+__attribute__((noinline)) void packed_part(typename F::Weight w, int k_count, const float* x, float* acc,
+                                           std::index_sequence<J...>) {
+  PartSums<F, R, Parts, Part, J...> part;
+  if constexpr (!F::kGrouped) {
+    part.clear();
+    part.add(w, k_count, x);
+    part.each([&](auto index) {
+      for (int r = 0; r < R; ++r) F::template put<decltype(index)::value>(part.sum[index][r], acc + r * kPanel, kPiece);
+    });
+  } else {
+    for (int k = 0, count; k < k_count; k += count) {
+      count = group_size(k, k_count, w.start);
+      part.clear();
+      part.add(w.bytes, count, x);
+      part.add(w.zero, 1, x + count * R);
+      part.each([&](auto index) {
+        constexpr int j = decltype(index)::value;
+        const Vec scale = F::template scale<j>(w.scale);
+        for (int r = 0; r < R; ++r) {
+          float* to = acc + r * kPanel + j * kWidth;
+          vstore(to, vfma(part.sum[j][r], scale, k ? vload(to) : vzero()));
+        }
+      });
+      w = {w.bytes + count * F::kRow, w.scale + kPanel, w.zero + F::kRow, w.start};
+      x += (count + 1) * R;
+    }
+  }
 }
 
 // acc[R][64] = x * panel from the packed bytes, all of k. `half` 0 or 1: only that part of 2; -1: all.
 template <class F, int R>
-void packed_tile(const typename F::T* w, int k_count, const float* x, float* acc, int half) {
+void packed_tile(typename F::Weight w, int k_count, const float* x, float* acc, int half) {
   constexpr auto vecs = std::make_index_sequence<kVecs>();
   constexpr int parts = parts_for(R);
   if constexpr (parts == 1) {
@@ -65,23 +111,34 @@ void packed_tile(const typename F::T* w, int k_count, const float* x, float* acc
   }
 }
 
-// k_count rows of a panel to floats: pieces [64 / kPiece][kBlock][kPiece], outputs in order.
+// Rows of a piece: k of a block, or of a group and its zero points.
+template <class F>
+constexpr int kRows = F::kGrouped ? kGroup + 1 : kBlock;
+
+// k_count rows of a panel to floats: pieces [64 / kPiece][kRows][kPiece], outputs in order.
 template <class F, size_t... J>
 void unpack(const typename F::T* w, int k_count, float* pieces, std::index_sequence<J...>) {
-  for (int k = 0; k < k_count; ++k, w += kPanel) {
-    for (size_t line = 0; line < sizeof(*w); ++line) __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64 * line);
-    (F::template put<J>(F::template decode<J>(w), pieces + k * kPiece, kBlock * kPiece), ...);
+  for (int k = 0; k < k_count; ++k, w += F::kRow) {
+    prefetch<F>(w);
+    (F::template put<J>(F::template decode<J>(w), pieces + k * kPiece, kRows<F> * kPiece), ...);
   }
 }
 
-// acc[R][64] at one piece += x * piece, k_count of k; from zero where `first`.
-template <int R>
-__attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, const float* x, float* acc, bool first) {
+// The scales of a panel's group to floats, as `unpack` puts its weights.
+template <class F, size_t... J>
+void unpack_scale(const uint16_t* scale, float* to, std::index_sequence<J...>) {
+  (vstore(to + J * kWidth, F::template scale<J>(scale)), ...);
+}
+
+// acc[R][64] at one piece += x * piece, k_count of k; from zero where `first`. With the piece's scales: += scale * (x * piece).
+template <int R, bool Scaled = false>
+__attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, const float* x, float* acc, bool first,
+                                             const float* scale = nullptr) {
   Vec a[R], b[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    a[r] = first ? vzero() : vload(acc + r * kPanel);
-    b[r] = first ? vzero() : vload(acc + r * kPanel + kWidth);
+    a[r] = first || Scaled ? vzero() : vload(acc + r * kPanel);
+    b[r] = first || Scaled ? vzero() : vload(acc + r * kPanel + kWidth);
   }
   for (int k = 0; k < k_count; ++k, piece += kPiece, x += R) {
     const Vec v = vload(piece), w = vload(piece + kWidth);
@@ -94,8 +151,13 @@ __attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, co
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    vstore(acc + r * kPanel, a[r]);
-    vstore(acc + r * kPanel + kWidth, b[r]);
+    float* to = acc + r * kPanel;
+    if constexpr (Scaled) {
+      a[r] = vfma(a[r], vload(scale), first ? vzero() : vload(to));
+      b[r] = vfma(b[r], vload(scale + kWidth), first ? vzero() : vload(to + kWidth));
+    }
+    vstore(to, a[r]);
+    vstore(to + kWidth, b[r]);
   }
 }
 

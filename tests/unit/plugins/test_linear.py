@@ -16,7 +16,7 @@ from llmc.builder.weights.evaluation import apply
 from llmc.builder.weights.recipe import parse
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
-from llmc.plugins.linear import Attrs, infer, quantize_x, reference
+from llmc.plugins.linear import Attrs, groups, infer, quantize_x, reference
 from llmc.plugins.linear.cpu import launch
 from llmc.plugins.operator import StepContext
 from tests.unit.plugins.compiled import ISAS, aligned
@@ -39,9 +39,12 @@ class Case:
 
     def types(self) -> list[TensorType]:
         attrs = Attrs(**self.attrs)
-        vectors = (self.dtype == "f8e4m3") + attrs.bias
+        vectors = [TensorType("f32", (self.n,))] * ((self.dtype == "f8e4m3") + attrs.bias)
         weight = TensorType(self.dtype, (self.n, self.k))
-        return [TensorType("f32", ("T", self.k)), weight, *[TensorType("f32", (self.n,))] * vectors]
+        if self.dtype == "u4":
+            shape = (self.n, groups(self.k, attrs.group_start))
+            vectors = [TensorType("f16", shape), TensorType("u4", shape), *vectors]
+        return [TensorType("f32", ("T", self.k)), weight, *vectors]
 
     def call(self) -> CpuCall:
         attrs, types = Attrs(**self.attrs), self.types()
@@ -64,49 +67,61 @@ CASES = [
     Case(100, 150, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "epilogue": "silu_gate"}),
     Case(1, 2, "f8e4m3", attrs={"x_per_token": True, "epilogue": "gelu_gate"}),
     Case(300, 100, "f8e4m3", 40, {"x_per_token": True, "epilogue": "silu"}),
+    Case(300, 192, "u4"),
+    Case(576, 150, "u4", attrs={"bias": True, "epilogue": "silu_gate"}),
+    Case(320, 70, "u4", attrs={"group_start": 64}),
+    Case(50, 64, "u4", 40, {"group_start": 100, "epilogue": "silu"}),
+    Case(129, 96, "u4", attrs={"bias": True, "all_reduce": True}),
     Case(129, 200, "f8e4m3", attrs={"bias": True, "epilogue": "silu_gate"}),
     Case(200, 130, "f8e4m3"),
     Case(64, 64, "f8e4m3", attrs={"x_scale": 0.37}),
     Case(70, 96, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "all_reduce": True}),
 ]
 EXACT, IDENTITY, REDUCED = len(CASES) - 3, len(CASES) - 2, len(CASES) - 1
+INT4_REDUCED = EXACT - 2
+INT4, INT4_SHARD = (INT4_REDUCED - i for i in (4, 2))
 
 
 @cache
 def library(isa: str) -> Library:
-    types = [{Pointer("in", 1): case.dtype} for case in CASES]
+    types = [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types())} for case in CASES]
     return Library([case.call() for case in CASES], isa, types)
 
 
 @cache
-def weights(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The weight by rows, the same in panels, and the vectors that follow it."""
+def weights(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The inputs behind x, and the same as the kernel reads them."""
     rng = np.random.default_rng(case.k)
     w = rng.standard_normal((case.n, case.k), np.float32)
     if case.dtype == "f8e4m3":
         w *= np.exp2(rng.integers(-12, 7, w.shape))  # subnormals and large values
         w[rng.random(w.shape) < 0.01] = 448
-    w = w.astype(NUMPY_DTYPES[case.dtype])
-    packed = apply(parse(case.call().packing[1].format("load('w')")), [w])
-    return w, aligned(packed), [aligned(rng.random(case.n, np.float32) - 0.3) for _ in case.types()[2:]]
+    if case.dtype == "u4":
+        w = rng.integers(0, 16, w.shape)
+    plain = [w.astype(NUMPY_DTYPES[case.dtype])]
+    for kind in case.types()[2:]:
+        value = rng.integers(0, 16, kind.shape) if kind.dtype == "u4" else rng.random(kind.shape, np.float32) - 0.3
+        plain.append(value.astype(NUMPY_DTYPES[kind.dtype]))
+    packing = case.call().packing
+    recipes = [parse(packing[i].format("load('w')")) if i in packing else None for i in range(1, len(plain) + 1)]
+    packed = [apply(recipe, [v]) if recipe else v for recipe, v in zip(recipes, plain, strict=True)]
+    return plain, [aligned(value) for value in packed]
 
 
 def run(isa: str, case: int, x: np.ndarray, threads: int = 1, spread: int = 0) -> np.ndarray:
     """y; with `spread`, x and y have rows that lie further apart."""
-    _, packed, vectors = weights(CASES[case])
+    _, packed = weights(CASES[case])
     y = np.full((len(x), CASES[case].width + spread), np.nan, np.float32)
     wide = np.full((len(x), x.shape[1] + spread), np.nan, np.float32)
     wide[:, : x.shape[1]] = x
-    library(isa).run(
-        case, [wide[:, : x.shape[1]], packed, *vectors], [y[:, : CASES[case].width]], threads, tokens=len(x)
-    )
+    library(isa).run(case, [wide[:, : x.shape[1]], *packed], [y[:, : CASES[case].width]], threads, tokens=len(x))
     assert np.isnan(y[:, CASES[case].width :]).all()
     return y[:, : CASES[case].width]
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    case=st.integers(0, len(CASES) - 2),
+    case=st.sampled_from([i for i, case in enumerate(CASES) if not case.attrs.get("all_reduce")]),
     rows=st.integers(1, 26) | st.sampled_from([27, 48, 49, 96, 200, MOST]),
     threads=st.integers(1, 4),
     isa=st.sampled_from(ISAS),
@@ -123,11 +138,11 @@ def test_matches_the_reference_and_each_row_alone(
     x = rng.standard_normal((rows, chosen.k), np.float32)
     x[rng.integers(rows)] *= rng.choice([0, 1e-6, 100])
     y = run(isa, case, x, threads, spread)
-    w, _, vectors = weights(chosen)
-    (expected,) = reference(CONTEXT, Attrs(**chosen.attrs), [x, w, *vectors])
+    plain, _ = weights(chosen)
+    (expected,) = reference(CONTEXT, Attrs(**chosen.attrs), [x, *plain])
     size = np.abs(expected).max(axis=1, keepdims=True) + 1e-3
     if chosen.attrs.get("epilogue", "").startswith("gelu"):  # it cancels: its error is measured by its argument
-        (before,) = reference(CONTEXT, Attrs(**{**chosen.attrs, "epilogue": "none"}), [x, w, *vectors])
+        (before,) = reference(CONTEXT, Attrs(**{**chosen.attrs, "epilogue": "none"}), [x, *plain])
         size = np.maximum(size, np.abs(before).max(axis=1, keepdims=True))
     np.testing.assert_allclose(y / size, expected / size, rtol=0, atol=3e-6)
     picked = sorted({0, rows - 1, int(rng.integers(rows))})
@@ -143,7 +158,7 @@ def test_matches_the_reference_and_each_row_alone(
 def test_every_output_is_one_chain_over_k(isa: str, rows: int) -> None:
     chosen = CASES[4]
     x = np.random.default_rng(7).standard_normal((rows, chosen.k), np.float32)
-    w, _, (scale,) = weights(chosen)
+    w, scale = weights(chosen)[0]
     q, x_scale = quantize_x(x, chosen.attrs["x_scale"])
     total = np.zeros((rows, chosen.n), np.float32)
     for k in range(chosen.k):  # products of two E4M3 are exact, and float64 holds their sum with a float32 exactly
@@ -161,12 +176,27 @@ def test_a_float_input_is_multiplied_as_it_is(isa: str, rows: int) -> None:
     rng = np.random.default_rng(7)
     x = rng.standard_normal((rows, chosen.k), np.float32) * np.exp2(rng.integers(-90, 90, (rows, 1))).astype(np.float32)
     x[:, 1:] *= np.exp2(rng.integers(-12, 1, chosen.k - 1)).astype(np.float32)
-    w, _, (scale,) = weights(chosen)
+    w, scale = weights(chosen)[0]
     total = np.zeros((rows, chosen.n), np.float32)
     for k in range(chosen.k):  # float64 holds a product of 24 and 4 bits exactly
         product = x[:, k, None].astype(np.float64) * w[None, :, k].astype(np.float64)
         total = (total.astype(np.float64) + product).astype(np.float32)
     np.testing.assert_array_equal(run(isa, EXACT, x), total * scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 5, 60])
+@pytest.mark.parametrize("case", [INT4, INT4_SHARD])
+def test_an_int4_output_adds_one_group_after_the_other(isa: str, rows: int, case: int) -> None:
+    chosen = CASES[case]
+    start = chosen.attrs.get("group_start", 0)
+    x = np.random.default_rng(7).integers(-99, 100, (rows, chosen.k)).astype(np.float32) / 8
+    w, scale, zero = (v.astype(np.float64) for v in weights(chosen)[0])
+    total = np.zeros((rows, chosen.n), np.float32)
+    for group, columns in enumerate(np.split(np.arange(chosen.k), np.arange(128 - start, chosen.k, 128))):
+        # x and q have few bits: sums of their products are exact in any order, and the kernel rounds only what follows.
+        exact = x[:, columns].astype(np.float64) @ (w[:, columns] - zero[:, [group]]).T
+        total = (total + exact * scale[:, group]).astype(np.float32)  # float64 holds a float32 and the product exactly
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -191,7 +221,7 @@ def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("case", [0, 4, 5])
+@pytest.mark.parametrize("case", [0, 4, 5, INT4])
 def test_nan_stays_in_its_row(isa: str, case: int) -> None:
     x = np.ones((7, CASES[case].k), np.float32)
     x[3, -1] = np.nan
@@ -201,29 +231,30 @@ def test_nan_stays_in_its_row(isa: str, case: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 6, 70])
-def test_sums_over_ranks_and_adds_the_bias_once(rows: int) -> None:
-    case = CASES[REDUCED]
-    w, packed, (scale, bias) = weights(case)
+@pytest.mark.parametrize("number", [REDUCED, INT4_REDUCED])
+def test_sums_over_ranks_and_adds_the_bias_once(rows: int, number: int) -> None:
+    case = CASES[number]
+    plain, packed = weights(case)
     slot = slot_bytes(MOST, case.n)
     comm = aligned(np.zeros(comm_bytes(MOST, case.n, 2), np.uint8))
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((rows, case.k), np.float32) for _ in range(2)]
     ys = [np.zeros((rows, case.n), np.float32) for _ in range(2)]
 
-    def rank(number: int) -> None:
+    def rank(i: int) -> None:
         library(ISAS[-1]).run(
-            REDUCED, [xs[number], packed, scale, bias], [ys[number]], threads=2, tokens=rows,
-            comm=comm.ctypes.data, slot=slot, rank_number=number, tp=2,
+            number, [xs[i], *packed], [ys[i]], threads=2, tokens=rows,
+            comm=comm.ctypes.data, slot=slot, rank_number=i, tp=2,
         )  # fmt: skip
 
-    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    ranks = [threading.Thread(target=rank, args=(i,)) for i in range(2)]
     for thread in ranks:
         thread.start()
     for thread in ranks:
         thread.join()
     partial = Attrs(**(case.attrs | {"bias": False}))
-    first, second = (reference(CONTEXT, partial, [x, w, scale])[0] for x in xs)
-    np.testing.assert_allclose(ys[0], first + second + bias, rtol=1e-5, atol=1e-4)
+    first, second = (reference(CONTEXT, partial, [x, *plain[:-1]])[0] for x in xs)
+    np.testing.assert_allclose(ys[0], first + second + plain[-1], rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(ys[0], ys[1])
 
 
@@ -243,8 +274,12 @@ def test_sums_over_ranks_and_adds_the_bias_once(rows: int) -> None:
         ({"epilogue": "silu_gate"}, ["f32[T,8]", "f32[5,8]"], "an even number of rows"),
         ({"epilogue": "silu", "all_reduce": True}, ["f32[T,8]", "f32[4,8]"], "of a partial sum"),
         ({"bias": True}, ["f32[T,8]", "f32[4,8]"], "after w come"),
-        ({}, ["f32[T,8]", "f16[4,8]"], "expected f32, bf16 or f8e4m3"),
+        ({}, ["f32[T,8]", "f16[4,8]"], "expected f32, bf16, f8e4m3 or u4"),
         ({}, ["f32[8]"], "expected x"),
+        ({}, ["f32[T,8]", "u4[4,8]", "f16[4,2]", "u4[4,2]"], "after w come"),
+        ({"x_per_token": True}, ["f32[T,8]", "u4[4,8]", "f16[4,1]", "u4[4,1]"], "only for f8e4m3"),
+        ({"group_start": 128}, ["f32[T,8]", "u4[4,8]", "f16[4,1]", "u4[4,1]"], "not within 0..127"),
+        ({"group_start": 1}, ["f32[T,8]", "bf16[4,8]"], "the weight is not u4"),
     ],
 )
 def test_refuses_types_that_do_not_fit(attrs: dict[str, Any], types: list[str], reason: str) -> None:
