@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is built: `precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 (None: f32 for fp32, else bf16); `profile` and
+    """What is built: `precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16 (None: f32 for fp32, else bf16); `profile` and
     `target` by name, `tactics` a file of them (llmc.profiles.tactics) or None. How: `verify_passes` by the interpreter,
     `cxx` the compiler, `workers` translation units at once, `cache` of traces and object files. The plan's bytes depend
     on the first group and on the compiler's version.

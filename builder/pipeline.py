@@ -49,7 +49,7 @@ from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
 from llmc.builder.passes.views import Launches, count_launches
 
-PRECISIONS = ("fp32", "bf16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp8", "int4")
 
 #: A graph in; out comes a graph (or one for each rank) and what was done.
 Pass = Callable[[Graph], tuple[Graph | tuple[Graph, ...], PassReport]]
@@ -106,7 +106,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`precision` fp32|bf16|fp8; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
+    """`precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
     `table` is the calibration and `fp8_activations` token|static|none says what becomes of inputs; `own` is what the
     checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs before and after it.
     """

@@ -28,7 +28,7 @@ FP8 = 3e-2
 #: Sharding FP8 with per-token scales: a rank takes the scale from its own columns, so every activation rounds anew.
 FP8_SHARDED = 0.15
 #: What storing weights in another dtype may cost, on random tiny models too.
-QUANTIZED = {"f32": EXACT, "bf16": 3e-2, "f8e4m3": 0.5}
+QUANTIZED = {"f32": EXACT, "bf16": 3e-2, "f8e4m3": 0.5, "u4": 0.5, "f16": EXACT}
 
 #: Tokens of each sequence in each step.
 _STEPS = ((9, 1, 3, 0), (1, 1, 6, 6))

@@ -20,13 +20,13 @@ PRECISIONS = ("fp32", "bf16")
 KV_DTYPES = ("f32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset(
-    {"model", "fp8", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json", "config"}
+    {"model", "fp8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json", "config"}
 )
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset(
     {
-        "model", "fp8", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget", "verify_passes",
-        "dump", "stop_after", "config",
+        "model", "fp8", "int4", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget",
+        "verify_passes", "dump", "stop_after", "config",
     }
 )  # fmt: skip
 
@@ -42,6 +42,11 @@ _OF_STOP_AFTER = frozenset(
     help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
 )
 @click.option("--fp8", is_flag=True, help="FP8 E4M3 weights, rounded with calibration; the output head stays bf16.")
+@click.option(
+    "--int4",
+    is_flag=True,
+    help="INT4 weights in groups of 128, calibrated; activations stay float32, the output head bf16.",
+)
 @click.option(
     "--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16, or as in an FP8 checkpoint."
 )
@@ -85,7 +90,14 @@ _OF_STOP_AFTER = frozenset(
 @click.option("--report", type=click.Path(path_type=Path), help="Write the build report (with times) as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report, or with --dry-run the arithmetic, as JSON.")
 def command(
-    model: Path, fp8: bool, dtype: str | None, dry_run: bool, report: Path | None, as_json: bool, **rest: Any
+    model: Path,
+    fp8: bool,
+    int4: bool,
+    dtype: str | None,
+    dry_run: bool,
+    report: Path | None,
+    as_json: bool,
+    **rest: Any,
 ) -> None:
     """Compile a checkpoint into one plan, pinned to the checkpoint's hashes.
 
@@ -95,10 +107,7 @@ def command(
     """
     from llmc.artifacts.errors import GateError, UsageError
 
-    fp8, dtype = _precision_on_the_command_line(fp8, dtype)
-    if fp8 and dtype:
-        raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
-    precision = "fp8" if fp8 else dtype
+    precision = _precision({"fp8": fp8, "int4": int4, "dtype": dtype})
     require_build_libraries()
     from llmc import flow
 
@@ -139,15 +148,21 @@ def command(
         raise refusal
 
 
-def _precision_on_the_command_line(fp8: bool, dtype: str | None) -> tuple[bool, str | None]:
-    """Where a config has one of --fp8 and --dtype, and the command line the other, that one wins."""
+def _precision(given: dict[str, str | bool | None]) -> str | None:
+    """The one that is asked for, None for none. One on the command line wins over another of a config. Raises
+    UsageError for several.
+    """
+    from llmc.artifacts.errors import UsageError
+
     context = click.get_current_context()
-    sources = [context.get_parameter_source(name) for name in ("fp8", "dtype")]
-    if sources == [ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP]:
-        return fp8, None
-    if sources == [ParameterSource.DEFAULT_MAP, ParameterSource.COMMANDLINE]:
-        return False, dtype
-    return fp8, dtype
+    asked = {name: value for name, value in given.items() if value}
+    typed = [name for name in asked if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if typed:
+        asked = {name: asked[name] for name in typed}
+    if len(asked) > 1:
+        words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in asked.items()]
+        raise UsageError(f"{' and '.join(words)} exclude one another: each says how weights are stored; drop one")
+    return next((name if value is True else str(value) for name, value in asked.items()), None)
 
 
 def _refuse_beside(option: str, allowed: frozenset[str]) -> None:

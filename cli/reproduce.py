@@ -39,7 +39,7 @@ def options(plan: Plan) -> dict[str, object]:
     precision = recorded.pop("precision")
     profile = str(recorded.pop("profile"))
     result: dict[str, object] = {"model": _model(plan)}
-    result |= {"fp8": True} if precision == "fp8" else {"dtype": precision}
+    result |= {precision: True} if precision in ("fp8", "int4") else {"dtype": precision}
     result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
     if recorded.pop("fp8_scales", OWN_SCALES) != OWN_SCALES:
         del recorded["fp8_activations"]  # the checkpoint's, like its scales: not for the command line to say

@@ -1,7 +1,7 @@
 """Weights get the dtype that the precision asks for; FP8 layers get their scales.
 
-Comes in: a graph with f32 weights, the precision, for fp8 a calibration table. Goes out: the same graph with bf16 or
-E4M3 weight recipes. Must not know: how scales were found, how weights are packed.
+Comes in: a graph with f32 weights, the precision, perhaps a calibration table. Goes out: the same graph with bf16 or
+E4M3 or INT4 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
 which is bf16 like the embedding and like the matrices of latent attention, whose inputs no calibration has seen, and
@@ -9,6 +9,8 @@ those that the table keeps in bf16. Layers that experts are chosen by stay float
 other experts. A weight that the table rounded is taken as it is stored there; any other's scale is the largest
 magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table against it). Inputs are scaled by each
 token's largest magnitude / 448, statically by the table, or not at all: then they stay float32.
+int4: of the same layers the weights alone, in groups of 128 columns with a scale and a zero point a row; inputs stay
+float32. What the table did not round is rounded to nearest by the range of each group.
 A checkpoint that is FP8 already keeps its own bytes and scales, also where the model reads several of its tensors as
 one, and what it left alone is bf16.
 """
@@ -26,22 +28,34 @@ from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
 from llmc.builder.checkpoint.source import Quantization, StoredLinear
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.rewrite import Edit, View, report
+from llmc.builder.passes.rewrite import Edit, View, report, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.kept import Kept, keep
-from llmc.builder.weights.recipe import Cast, Fp8, Fp8Scale, Load, Recipe, StoredTensor, leaves
-from llmc.builder.weights.rounded import scale_name, weight_name
+from llmc.builder.weights.recipe import (
+    Cast,
+    Fp8,
+    Fp8Scale,
+    Int4,
+    Int4Scale,
+    Int4Zero,
+    Load,
+    Recipe,
+    StoredTensor,
+    leaves,
+)
+from llmc.builder.weights.rounded import scale_name, weight_name, zero_name
+from llmc.plugins.linear import groups
 
 #: Operators whose weights change, and which of their inputs that is.
 _WEIGHT = {"linear": 1, "embedding": 1, "head_linear": 1, "grouped_linear": 2}
-#: Those of them that are bf16 in an FP8 engine too.
-_NEVER_FP8 = ("embedding", "head_linear")
+#: Those of them that are bf16 in an FP8 or INT4 engine too.
+_ALWAYS_BF16 = ("embedding", "head_linear")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8; `activations` token|static|none (fp8 only). `own`: what the checkpoint itself is quantized
-    with; where it holds weights whose bytes can be kept, nothing else is quantized.
+    """`name` fp32|bf16|fp8|int4; `activations` token|static|none (fp8 only). `own`: what the checkpoint is quantized
+    with itself; where it holds weights whose bytes can be kept, nothing else is quantized.
     """
 
     name: str
@@ -60,7 +74,9 @@ class Precision:
 
 
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
-    """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
+    """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name, and
+    for experts at int4.
+    """
     view, edit = View(graph), Edit(graph)
     notes = _summary(precision) + (precision.own.notes(precision.name) if precision.own else [])
     if precision.name == "fp32":
@@ -76,7 +92,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
         if precision.name == "fp8" and stored:
-            kept = None if node.op in _NEVER_FP8 else _kept(stored, node, recipe)
+            kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe)
             edit.swap(
                 node,
                 _own_fp8(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
@@ -87,10 +103,11 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             continue
         ranges = precision.ranges(node.path)
         chosen = ranges is not None and ranges.choice is not None and ranges.choice.kept
-        if precision.name == "bf16" or node.op in _NEVER_FP8 or node.out in heads or chosen:
+        if precision.name == "bf16" or node.op in _ALWAYS_BF16 or node.out in heads or chosen:
             edit.swap(node, _bf16(view, edit, node))
         else:
-            edit.swap(node, _fp8(view, edit, node, precision))
+            rounded = _int4 if precision.name == "int4" else _fp8
+            edit.swap(node, rounded(view, edit, node, precision))
         matched += 1
     if own:
         notes.append(f"{own} linears keep the FP8 weights and scales of the checkpoint, what it left alone is bf16")
@@ -147,6 +164,30 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
     x_scale = _x_scale(node, precision) if precision.activations == "static" else None
     return _quantized(view, edit, node, weight, scales, x_scale, precision.activations == "token")
+
+
+def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
+    """The node with an INT4 weight, the scales and the zero points of its groups."""
+    if node.op != "linear":
+        raise UnsupportedError(
+            f"{node.op} @{node.path}: INT4 weights of experts are not supported; build with --fp8 or --dtype bf16"
+        )
+    recipe, kind = weight_recipe(view, node.inputs[1]), view.types[node.inputs[1]]
+    assert recipe is not None
+    ranges = precision.ranges(node.path)
+    if ranges is None:
+        scale, zero = Int4Scale(recipe), Int4Zero(recipe)
+        parts: tuple[Recipe, ...] = (Int4(recipe, scale, zero), scale, zero)
+    else:
+        names = (weight_name(node.path), "u4"), (scale_name(node.path), "f16"), (zero_name(node.path), "u4")
+        parts = tuple(StoredTensor(*name) for name in names)
+    shape = (size_of(kind.shape[0]), groups(size_of(kind.shape[1])))
+    types = [TensorType("u4", kind.shape), TensorType("f16", shape), TensorType("u4", shape)]
+    made = [edit.param(part, kind, node) for part, kind in zip(parts, types, strict=True)]
+    x, _, *after = node.inputs
+    inputs = [x, *(param.out for param in made), *after]
+    known = view.types | dict(zip(inputs[1:4], types, strict=True))
+    return edit.make(node.op, inputs, [known[n] for n in inputs], vars(node.attrs), like=node, outputs=node.outputs)
 
 
 def _quantized(

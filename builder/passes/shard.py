@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
-from llmc.artifacts.types import TensorType
+from llmc.artifacts.types import INT4_GROUP, TensorType
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
@@ -118,8 +118,15 @@ class _Rank:
         if rows and columns:
             raise UnsupportedError(f"linear @{node.path}: both its input and its output are divided; only tp 1 works")
         x, weight, *others = node.inputs
+        start = 0
+        if columns and self.view.types[weight].dtype == "u4":
+            # A group that the cut divides has its scale and zero point on both sides.
+            start = columns.start % INT4_GROUP
+            within = Extent(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
+            others[:2] = [self._weight(name, 1, within) for name in others[:2]]
         weight = self._weight(weight, 1, columns) if columns else self._weight(weight, 0, rows)
-        self._emit(node, [x, weight, *(self._weight(name, 0, rows) for name in others)], all_reduce=columns is not None)
+        inputs = [x, weight, *(self._weight(name, 0, rows) for name in others)]
+        self._emit(node, inputs, all_reduce=columns is not None, group_start=start)
 
     def _experts(self, node: Node) -> None:
         """The first matrices by rows (of gate and of up), the second ones by columns; the bias of their sum once."""

@@ -117,7 +117,7 @@ def _columns(view: View, linear: Node, end: Node) -> np.ndarray:
 
 
 def _own_linear(view: View, edit: Edit, linear: Node, end: Node, columns: np.ndarray) -> list[Node]:
-    """The linear that computes one piece: weight, FP8 scale and bias all have the outputs as their first axis."""
+    """The linear that computes one piece: weight, scales, zero points and bias all have outputs as their first axis."""
     rows = columns.reshape(-1).tolist()
     inputs, types = [linear.inputs[0]], [view.types[linear.inputs[0]]]
     for name in linear.inputs[1:]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmc.builder.weights.recipe import Cast, Fp8, Recipe, leaves
+from llmc.builder.weights.recipe import Cast, Fp8, Int4, Recipe, leaves
+from llmc.plugins.linear import dequantize
 
 
 class ErrorMeter:
@@ -27,6 +28,8 @@ class ErrorMeter:
                 self._add(recipe, values[0], result.astype(np.float32))
             case Fp8():
                 self._add(recipe, values[0], result.astype(np.float32) * values[1][..., None])
+            case Int4():
+                self._add(recipe, values[0], dequantize(result, values[1], values[2]))
 
     def _add(self, recipe: Recipe, exact: np.ndarray, rounded: np.ndarray) -> None:
         names = {leaf.name for leaf in leaves(recipe)}

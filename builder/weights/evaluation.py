@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
+from llmc.artifacts.types import FP8_MAX, INT4_GROUP, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.fp8 import quantize_fp8
+from llmc.builder.weights.int4 import int4_scale, int4_zero, quantize_int4
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.recipe import (
     Add,
@@ -22,6 +23,9 @@ from llmc.builder.weights.recipe import (
     Every,
     Fp8,
     Fp8Scale,
+    Int4,
+    Int4Scale,
+    Int4Zero,
     Leaf,
     Load,
     Matrices,
@@ -100,6 +104,14 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
             return TensorType("f8e4m3", source.shape)
         case Fp8Scale():
             return TensorType("f32", source.shape[:-1])
+        case Int4():
+            groups = -(-shape[1] // INT4_GROUP)
+            if types[1:] != [TensorType(dtype, (shape[0], groups)) for dtype in ("f16", "u4")]:
+                raise _fail(recipe, f"scale and zero points are {types[1]} and {types[2]}, not by group of {source}")
+            return TensorType("u4", source.shape)
+        case Int4Scale() | Int4Zero():
+            dtype = "f16" if isinstance(recipe, Int4Scale) else "u4"
+            return TensorType(dtype, (shape[0], -(-shape[1] // INT4_GROUP)))
         case Pad(_, axis, size):
             if size < shape[axis]:
                 raise _fail(recipe, f"axis {axis} of {source} is longer than {size}")
@@ -188,6 +200,12 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
         case Fp8Scale():
             scale = np.abs(value).max(axis=-1) / np.float32(FP8_MAX)
             return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+        case Int4():
+            return quantize_int4(value, values[1], values[2])
+        case Int4Scale():
+            return int4_scale(value)
+        case Int4Zero():
+            return int4_zero(value)
         case Pad(_, axis, size):
             return _pad(value, axis, size)
         case Panels(_, width):

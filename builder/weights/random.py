@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llmc.artifacts.errors import UsageError
-from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.types import INT4_MAX, NUMPY_DTYPES
 from llmc.builder.ir import Graph
 from llmc.builder.weights.recipe import (
     Add,
@@ -19,6 +19,7 @@ from llmc.builder.weights.recipe import (
     Cast,
     Concat,
     Fp8,
+    Int4,
     Leaf,
     Load,
     Matrices,
@@ -71,7 +72,7 @@ class RandomWeights:
             case Concat(axis, sources):
                 for source in sources:
                     self._learn(source, (*shape[:axis], shape[axis] // len(sources), *shape[axis + 1 :]))
-            case Cast() | Add() | Mul() | Fp8():
+            case Cast() | Add() | Mul() | Fp8() | Int4():
                 self._learn(children(recipe)[0], shape)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -81,7 +82,10 @@ class RandomWeights:
     def stored(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         """A tensor that is rounded already, or rows start:stop of it."""
         leaf = next(leaf for leaf in self._shapes if isinstance(leaf, StoredTensor) and leaf.name == name)
-        return self._draw(leaf).astype(NUMPY_DTYPES[leaf.dtype])[start:stop]
+        value = self._draw(leaf)
+        if leaf.dtype == "u4":  # numbers of all sizes, most in the middle
+            value = np.clip(8 + 3 * value * value.shape[-1] ** 0.5, 0, INT4_MAX).astype(np.uint8)
+        return value.astype(NUMPY_DTYPES[leaf.dtype])[start:stop]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:
         """A tensor, or rows start:stop of it, f32."""

@@ -17,6 +17,9 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     runs(r, start, count, width, stride)  `count` runs of `width` rows, whose first rows lie `stride` apart
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
     fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
+    int4(r, s, z)               u4[N,K]: r / s by group of 128 columns, plus z (round to nearest even, 0..15)
+    int4_scale(r)               f16[N,G]: the range of each group and 0, / 15
+    int4_zero(r)                u4[N,G]: what stands for 0 in each group
     pad(r, axis, n)             zeros behind, until the axis has n entries
     panels(r, width)            the layout that linear kernels read, see `pack_panels`
     panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
@@ -208,6 +211,29 @@ class Fp8Scale(Recipe):
 
 
 @dataclass(frozen=True)
+class Int4(Recipe):
+    """The 4-bit numbers of a matrix: each group's scale and zero point are those of a column of `scale` and `zero`."""
+
+    source: Recipe
+    scale: Recipe
+    zero: Recipe
+
+
+@dataclass(frozen=True)
+class Int4Scale(Recipe):
+    """The scale of each group of a matrix's rows, f16[N,G]."""
+
+    source: Recipe
+
+
+@dataclass(frozen=True)
+class Int4Zero(Recipe):
+    """The zero point of each group of a matrix's rows, u4[N,G]."""
+
+    source: Recipe
+
+
+@dataclass(frozen=True)
 class Pad(Recipe):
     """Zeros behind an axis until it has `size` entries."""
 
@@ -252,6 +278,9 @@ _CLASSES: dict[str, type[Recipe]] = {
     "cast": Cast,
     "fp8": Fp8,
     "fp8_scale": Fp8Scale,
+    "int4": Int4,
+    "int4_scale": Int4Scale,
+    "int4_zero": Int4Zero,
     "pad": Pad,
     "panels": Panels,
     "panels_gated": PanelsGated,
@@ -320,7 +349,8 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
     """`slice(recipe, ...)`, moved as near to the leaves as it goes, so that streaming reads only what it needs. `rank`
     is that of the weight (of a scale: of the weight that it scales).
 
-    A row's FP8 scale stays the scale of the whole row when columns are cut: a shard quantizes like the whole.
+    A row's FP8 scale stays the scale of the whole row when columns are cut, and a group's INT4 scale that of the whole
+    group: a shard quantizes like the whole.
     """
     match recipe:
         case Slice(source, inner, begin, _) if inner == axis:
@@ -349,15 +379,21 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
             return Fp8(sliced(source, axis, start, stop, rank), cut)
         case Fp8Scale(source) if axis < rank - 1:
             return Fp8Scale(sliced(source, axis, start, stop, rank))
+        case Int4(source, scale, zero) if axis == 0:
+            return Int4(*(sliced(part, 0, start, stop, rank) for part in (source, scale, zero)))
+        case Int4Scale(source) | Int4Zero(source) if axis == 0:
+            return dataclasses.replace(recipe, source=sliced(source, 0, start, stop, rank))
     return Slice(recipe, axis, start, stop)
 
 
 def picked(recipe: Recipe, rows: Sequence[int]) -> Recipe:
-    """Those rows (axis 0) of a recipe, in that order: a slice, runs, or a concatenation of them. FP8 rows keep the
-    scales that they have.
+    """Those rows (axis 0) of a recipe, in that order: a slice, runs, or a concatenation of them. FP8 and INT4 rows keep
+    the scales that they have.
     """
     match recipe:
-        case Cast() | Add() | Mul() | Fp8Scale():
+        case Int4(source, scale, zero):
+            return Int4(*(picked(part, rows) for part in (source, scale, zero)))
+        case Cast() | Add() | Mul() | Fp8Scale() | Int4Scale() | Int4Zero():
             return dataclasses.replace(recipe, source=picked(recipe.source, rows))
         case Fp8(source, scale):
             return Fp8(picked(source, rows), picked(scale, rows))

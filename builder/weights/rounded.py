@@ -38,6 +38,11 @@ def scale_name(module: str) -> str:
     return f"{module}.weight_scale"
 
 
+def zero_name(module: str) -> str:
+    """The tensor of a module's zero points, of INT4."""
+    return f"{module}.weight_zero"
+
+
 class RoundedWeights:
     """The file of a table, complete and unchanged."""
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError
+from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.weights.errors import ErrorMeter
 from llmc.builder.weights.evaluation import apply, infer, read_leaf
 from llmc.builder.weights.placement import Member, Placement
@@ -30,6 +31,9 @@ from llmc.builder.weights.recipe import (
     Every,
     Fp8,
     Fp8Scale,
+    Int4,
+    Int4Scale,
+    Int4Zero,
     Leaf,
     Load,
     Matrices,
@@ -132,7 +136,9 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return rows(inner, begin + start, begin + stop, source)
         case Runs():
             return _run_rows(recipe, start, stop, source)
-        case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _) | Fp8Scale(inner):
+        case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _):
+            return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
+        case Fp8Scale(inner) | Int4Scale(inner) | Int4Zero(inner):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Every(inner, axis, _, _) if axis > 0:
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
@@ -142,6 +148,8 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return Matrices(rows(inner, start * count, stop * count, source), count)
         case Fp8(inner, scale):
             return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))
+        case Int4(inner, scale, zero):
+            return Int4(*(rows(part, start, stop, source) for part in (inner, scale, zero)))
         case Stack(sources):
             return Stack(sources[start:stop])
         case Reshape(inner, (count, *_)) if infer(inner, source.shape).shape[0] == count:
@@ -209,7 +217,8 @@ class _Reader:
                 value = read_leaf(leaf, self._source, start, stop)
             case Load() | StoredTensor() | Buffer() as leaf:
                 value = read_leaf(leaf, self._source)
-        if not isinstance(leaf, Buffer) and not np.isfinite(value).all():
+        numbers = not isinstance(leaf, Buffer) and value.dtype != NUMPY_DTYPES["u4"]
+        if numbers and not np.isfinite(value).all():
             raise CheckpointError(
                 f"tensor {leaf.name!r} holds NaN or infinity: no engine can be built from it. The checkpoint is "
                 "damaged, or was saved from a run that diverged"

@@ -26,7 +26,10 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(600)
 
 #: family, ranks, precision. The other families run from end to end in tests/e2e.
-CASES = [("llama", 1, "fp32"), ("llama", 3, "fp32"), ("llama", 2, "fp8"), ("gemma2", 2, "fp32"), ("gpt2", 1, "fp8")]
+CASES = [
+    ("llama", 1, "fp32"), ("llama", 3, "fp32"), ("llama", 2, "fp8"), ("gemma2", 2, "fp32"), ("gpt2", 1, "fp8"),
+    ("llama", 2, "int4"),
+]  # fmt: skip
 CAPACITIES = (60, 40, 30, 20)
 BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
 #: Tokens of each sequence in each step: both token ranges, chunks that go on, sequences that join and sit out.
@@ -104,7 +107,7 @@ def test_isa_levels_agree_bit_for_bit(case: tuple[str, int, str]) -> None:
     assert all(map(np.array_equal, native_logits(case, target="cpu:x86-64-v4"), native_logits(case)))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=["fp32", "fp8-tp2"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]], ids=["fp32", "fp8-tp2", "int4-tp2"])
 def test_chunks_and_company_change_no_bit(case: tuple[str, int, str]) -> None:
     ids = np.random.default_rng(3).integers(0, VOCAB, 33).tolist()
 

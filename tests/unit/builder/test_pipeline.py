@@ -128,7 +128,9 @@ def test_families_that_nobody_thought_of_compile_too(kind: str, per_layer: float
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
-@pytest.mark.parametrize(("precision", "activations"), [("bf16", "static"), ("fp8", "static"), ("fp8", "token")])
+@pytest.mark.parametrize(
+    ("precision", "activations"), [("bf16", "static"), ("fp8", "static"), ("fp8", "token"), ("int4", "token")]
+)
 def test_quantized_models_stay_near_and_fuse_alike(family: str, precision: str, activations: str) -> None:
     result = compiled(family, 2, precision, activations)
     assert result.kv_dtype == "bf16"
@@ -137,7 +139,7 @@ def test_quantized_models_stay_near_and_fuse_alike(family: str, precision: str, 
         weights = {node.path: kinds[node.inputs[1]].dtype for node in graph if node.op in ("linear", "embedding")}
         head = {weights.pop("lm_head"), weights.pop("model.embed_tokens")}
         assert head == {"bf16"}
-        assert set(weights.values()) == {"bf16" if precision == "bf16" else "f8e4m3"}
+        assert set(weights.values()) == {{"bf16": "bf16", "fp8": "f8e4m3", "int4": "u4"}[precision]}
     assert result.launches[0].per_layer == PER_LAYER.get(family, 8.0)
 
 

@@ -29,10 +29,11 @@ class Tensors:
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         shapes = {"a": (200, 48), "b": (130, 48), "c": (200, 48), "v": (200,), "t": (48, 200), "one": (),
-                  "e": (5, 24, 20)}  # fmt: skip
+                  "e": (5, 24, 20), "w": (130, 300)}  # fmt: skip
         self.values = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
         self.values["a"][7] = 0
         self.values["q"] = quantize_fp8(self.values["b"], 0.25)
+        self.values["n"] = rng.integers(0, 16, (130, 300)).astype(NUMPY_DTYPES["u4"])
         self.elements = 0
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -65,6 +66,11 @@ RECIPES = [
     "fp8(load('a'), fp8_scale(load('a')))",
     "fp8(slice(load('a'), 1, 0, 16), fp8_scale(load('a')))",
     "fp8_scale(concat(0, load('a'), load('b')))",
+    "int4(load('w'), int4_scale(load('w')), int4_zero(load('w')))",
+    "panels(slice(int4(load('w'), int4_scale(load('w')), int4_zero(load('w'))), 1, 0, 200), 64)",
+    "panels(int4_scale(concat(0, load('w'), slice(load('w'), 0, 3, 70))), 64)",
+    "panels_gated(int4_zero(slice(load('w'), 0, 2, 130)), 64)",
+    "panels(slice(stored('n', 'u4'), 1, 200, 300), 64)",
     "panels(concat(0, stored('q', 'f8e4m3'), slice(stored('q', 'f8e4m3'), 0, 3, 90)), 64)",
     "slice(stored('q', 'f8e4m3'), 1, 8, 40)",
     "panels_gated(slice(stored('q', 'f8e4m3'), 0, 2, 130), 64)",
