@@ -24,8 +24,9 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 #: Raised by one whenever a reader of the older number could misread the newer table.
-TABLE_VERSION = 2
-_READABLE = (1, 2)
+TABLE_VERSION = 3
+_READABLE = (1, 2, 3)
+WEIGHTS = ("fp8", "int4")
 ACTIVATIONS = ("token", "static", "none")
 #: Those of a `Choice`.
 _NUMBERS = ("loss", "input_scale", "error")
@@ -33,7 +34,7 @@ _NUMBERS = ("loss", "input_scale", "error")
 
 @dataclass(frozen=True)
 class Choice:
-    """`kept` in bf16, or rounded to E4M3; `loss`: what FP8 costs in this module alone, measured, in nats a token;
+    """`kept` in bf16, or rounded; `loss`: what rounding costs in this module alone, measured, in nats a token;
     `input_scale`: what its input is divided by where activations are static; `error`: root mean square of what rounding
     changed / of the weight, 0 where it is kept.
     """
@@ -88,8 +89,8 @@ class CalibrationTable:
     """Ranges and choices by the Hugging Face path of a linear module, such as `model.layers.0.self_attn.q_proj`.
 
     The weights were rounded for inputs scaled as `activations` (token|static) says, and modules kept up to `budget`
-    times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `folder` is where the table was
-    read from.
+    times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `weights` fp8|int4: what they were
+    rounded to. `folder` is where the table was read from.
     """
 
     checkpoint: str
@@ -100,12 +101,13 @@ class CalibrationTable:
     activations: str | None = None
     budget: float | None = None
     rounded: RoundedFile | None = None
+    weights: str = "fp8"
     folder: Path | None = field(default=None, compare=False)
 
     @property
     def version(self) -> int:
-        """1: ranges alone, 2: with choices and rounded weights."""
-        return 1 if self.rounded is None else TABLE_VERSION
+        """1: ranges alone, 2: with choices and rounded weights, 3: INT4 weights."""
+        return 1 if self.rounded is None else 2 if self.weights == "fp8" else 3
 
     def named(self, stem: str) -> CalibrationTable:
         """The table as a file of another name would hold it: what it was called must not change a plan's bytes."""
@@ -132,6 +134,8 @@ class CalibrationTable:
         }
         if self.rounded is not None:
             head |= {"activations": self.activations, "budget": self.budget, "rounded": asdict(self.rounded)}
+        if self.weights != "fp8":
+            head["weights"] = self.weights
         lines = [f"  {json.dumps(path)}: {self.tensors[path].to_json()}" for path in sorted(self.tensors)]
         body = json.dumps(head, indent=1)[:-2]
         return (body + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
@@ -166,6 +170,7 @@ class CalibrationTable:
                 seed=reader.field(data, "seed", int),
             ),
             tensors={path: reader.ranges(path, item) for path, item in tensors.items()},
+            weights=reader.weights(value, version),
             **reader.rounding(value),
         )
 
@@ -194,6 +199,13 @@ class _Reader:
             expected = "a number" if isinstance(kind, tuple) else kind.__name__
             raise UsageError(f"{self.where}: {key} is {item!r}, expected {expected}")
         return item
+
+    def weights(self, value: dict[str, Any], version: int) -> str:
+        """What the weights were rounded to."""
+        weights = str(self.field(value, "weights", str)) if version > 2 else "fp8"
+        if weights not in WEIGHTS:
+            raise UsageError(f"{self.where}: weights is {weights!r}, expected {' or '.join(WEIGHTS)}")
+        return weights
 
     def rounding(self, value: dict[str, Any]) -> dict[str, Any]:
         """The fields that tables of ranges alone lack."""

@@ -1,38 +1,24 @@
 """Error-compensated rounding of one weight: what rounding a column loses, the columns behind it make up for.
 
-Comes in: a weight, the inputs that it will see. Goes out: grid values and scales. Must not know: models, files.
+Comes in: a weight, the inputs that it will see, a format. Goes out: the rounded weight. Must not know: models, files.
 
-GPTQ (Frantar et al. 2022, arXiv:2210.17323) on the E4M3 grid: columns in descending order of their input's energy, each
-rounded to nearest, its error spread over the rest by the inverse Hessian. Only what rounding loses is made up for: to
-fit also the drift that earlier layers and rounded activations bring (GPTAQ's asymmetric objective) learns the noise of
-the few thousand tokens that calibration has; on other text it was four times worse (SmolLM2, KL of weights alone).
+GPTQ (Frantar et al. 2022, arXiv:2210.17323): columns in descending order of their input's energy, each rounded to
+nearest, its error spread over the rest by the inverse Hessian. Only what rounding loses is made up for: to fit also the
+drift that earlier layers and rounded activations bring (GPTAQ's asymmetric objective) learns the noise of the few
+thousand tokens that calibration has; on other text it was four times worse (SmolLM2, KL of weights alone).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from llmc.artifacts.types import FP8_MAX
-from llmc.calibration.grid import search_weight_scales
+from llmc.calibration.formats import E4m3, Format, Grid, Rounded
 
 #: Added to the Hessian's diagonal, times the mean of it: directions that calibration hardly saw are not trusted.
 DAMPING = 0.02
 _BLOCK = 64
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """grid [N, K]: numbers of the E4M3 grid as float32; scale [N, 1]. The weight is their product."""
-
-    grid: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """f32[N, K]"""
-        return self.grid * self.scale
 
 
 class Hessian:
@@ -57,32 +43,33 @@ class Hessian:
         self.spread = torch.linalg.cholesky(factor, upper=True, out=factor)
 
 
-def compensate(weight: torch.Tensor, hessian: Hessian) -> Rounded:
-    """Rounds weight [N, K]."""
+def compensate(weight: torch.Tensor, hessian: Hessian, form: Format | None = None) -> Rounded:
+    """Rounds weight [N, K] to a format, by default E4M3."""
     order, spread = hessian.order, hessian.spread
-    work = weight[:, order]
-    scale = search_weight_scales(work, spread.diagonal().square().reciprocal())
-    grid = _round_columns(work, spread, scale)
-    unordered = torch.empty_like(grid)
-    unordered[:, order] = grid
-    return Rounded(unordered, scale)
+    cost = torch.empty_like(spread[0])
+    cost[order] = spread.diagonal().square().reciprocal()
+    grid = (form or E4m3()).search(weight, cost)
+    numbers = torch.empty_like(weight)
+    numbers[:, order] = _round_columns(weight[:, order], spread, grid, order.tolist())
+    return grid.rounded(numbers)
 
 
-def _round_columns(work: torch.Tensor, spread: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The grid values of work [N, K], which is overwritten."""
+def _round_columns(work: torch.Tensor, spread: torch.Tensor, grid: Grid, names: Sequence[int]) -> torch.Tensor:
+    """The grid's numbers for work [N, K], which is overwritten; `names`: which column of the weight each one is."""
     columns = work.shape[1]
-    grid, divisor = torch.empty_like(work), scale[:, 0]
+    numbers = torch.empty_like(work)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         block, factor = work[:, start:stop].T.contiguous(), spread[start:stop, start:stop]
         errors = torch.empty_like(block)
         for k in range(stop - start):
-            nearest = (block[k] / divisor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
-            grid[:, start + k] = nearest
-            errors[k] = (block[k] - nearest * divisor) / factor[k, k]
+            column = names[start + k]
+            nearest = grid.nearest(block[k], column)
+            numbers[:, start + k] = nearest
+            errors[k] = (block[k] - grid.value(nearest, column)) / factor[k, k]
             block[k + 1 :].addr_(factor[k, k + 1 :], errors[k], alpha=-1)
         work[:, stop:] -= errors.T @ spread[start:stop, stop:]
-    return grid
+    return numbers
 
 
 def fit_rows(rounded: Rounded, wanted: torch.Tensor, outputs: torch.Tensor) -> Rounded:
@@ -92,4 +79,4 @@ def fit_rows(rounded: Rounded, wanted: torch.Tensor, outputs: torch.Tensor) -> R
     energy = outputs.square().sum(0)
     factor = (wanted * outputs).sum(0) / torch.where(energy > 0, energy, torch.ones_like(energy))
     factor = torch.where((energy > 0) & (factor > 0), factor, torch.ones_like(factor))
-    return Rounded(rounded.grid, rounded.scale * factor[:, None])
+    return rounded.times(factor[:, None])

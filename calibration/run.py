@@ -1,4 +1,4 @@
-"""The calibration: how each linear layer of a checkpoint becomes FP8, as a table and a file of rounded weights.
+"""The calibration: how each linear layer of a checkpoint becomes FP8 or INT4, as a table and a file of rounded weights.
 
 Comes in: a checkpoint, options. Goes out: `CalibrationTable`, written beside its rounded weights, or taken from the
 cache. Must not know: the graph, plans, how text is cut.
@@ -30,16 +30,16 @@ from llmc.artifacts.calibration import ACTIVATIONS, CalibrationData, Calibration
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
 from llmc.artifacts.files import temporary_beside, write_file
 from llmc.artifacts.hashing import sha256_file
-from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.reference import load_reference
 from llmc.builder.sources import sources_digest
 from llmc.builder.weights.rounded import RoundedWriter
 from llmc.calibration.data import Progress, Samples, documentation, read_samples
 
-RECIPE = (
-    "FP8 E4M3, weights by output channel: error-compensated rounding (GPTQ, columns by energy, scales by search), each "
-    "layer on the inputs that the rounded ones before it give; output head unquantized"
+_FORMAT = {"fp8": "FP8 E4M3, weights by output channel", "int4": "INT4, weights in groups of 128 columns"}
+_RECIPE = (
+    "error-compensated rounding (GPTQ, columns by energy, scales by search), each layer on the inputs that the rounded "
+    "ones before it give; output head unquantized"
 )
 #: Samples of the calibration and tokens of each, unless activations would take more memory than this.
 _SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20
@@ -52,6 +52,7 @@ class CalibrationOptions:
     """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` (None:
     as many as memory allows, at most 16) of `tokens` tokens each (None: 256, or what the model takes). `activations`
     token|static|none; `budget`: the linear layers take at most so many times the bytes of pure FP8.
+    `weights` fp8|int4; INT4 has no activations but `none`, and keeps no layer.
     """
 
     data: Path | None = None
@@ -60,6 +61,12 @@ class CalibrationOptions:
     seed: int = 0
     activations: str = "token"
     budget: float = 1.10
+    weights: str = "fp8"
+
+    @staticmethod
+    def int4(data: Path | None = None) -> CalibrationOptions:
+        """What an INT4 build asks for."""
+        return CalibrationOptions(data, activations="none", budget=1.0, weights="int4")
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[int, int]:
         """Samples and their tokens. Raises UsageError for what cannot be."""
@@ -129,6 +136,7 @@ def _sample_count(checkpoint: Checkpoint, tokens: int) -> int:
 def _calibrate(
     checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
 ) -> CalibrationTable:
+    from llmc.calibration.formats import FORMATS
     from llmc.calibration.modules import linear_modules, shape_of
     from llmc.calibration.sensitivity import measure, quantizer
     from llmc.calibration.sequential import Outcome, round_model
@@ -139,36 +147,37 @@ def _calibrate(
     if not modules:
         raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
     probes = samples.ids[::_SENSITIVITY]
-    as_read, measured = quantizer(options.activations), partial(progress, "measuring sensitivity")
-    sensitivity = measure(model, probes, as_read, options.seed, measured)
+    form, as_read = FORMATS[options.weights], quantizer(options.activations)
+    measured = partial(progress, "measuring sensitivity")
+    sensitivity = measure(model, probes, form, as_read, options.seed, measured)
     kept = sensitivity.kept(options.budget)
     ranges: dict[str, Ranges] = {}
     side = output.with_suffix(".safetensors")
     partial_side = temporary_beside(side)
     shapes = {path: shape_of(module) for path, module in modules.items() if path not in kept}
-    with RoundedWriter(partial_side, shapes) as writer:
+    with RoundedWriter(partial_side, shapes, options.weights) as writer:
 
         def sink(path: str, outcome: Outcome) -> None:
             loss, error = (float(np.float32(value)) for value in (sensitivity.loss[path], outcome.error))
             choice = Choice(path in kept, loss, outcome.input_scale, error)
             ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
             if outcome.rounded is not None:
-                grid = outcome.rounded.grid.numpy().astype(NUMPY_DTYPES["f8e4m3"])
-                writer.add(path, grid, outcome.rounded.scale[:, 0].numpy())
+                writer.add(path, *(part.numpy() for part in outcome.rounded.parts))
             progress("rounding", len(ranges), len(modules))
 
-        round_model(model, samples.ids, kept, options.activations, amax, sink)
+        round_model(model, samples.ids, kept, form, options.activations, amax, sink)
         if missing := sorted(modules.keys() - ranges.keys()):
             raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
     os.replace(partial_side, side)
     table = CalibrationTable(
         checkpoint=checkpoint.digest,
         modelopt=modelopt,
-        recipe=RECIPE,
+        recipe=f"{_FORMAT[options.weights]}: {_RECIPE}",
         data=CalibrationData(samples.source, samples.sha256, len(samples.ids), samples.tokens, options.seed),
         tensors=ranges,
         activations=options.activations,
         budget=options.budget,
+        weights=options.weights,
         rounded=RoundedFile(side.name, sha256_file(side)),
     )
     write_file(output, table.to_json())

@@ -1,4 +1,4 @@
-"""What FP8 costs in each linear module alone, and which modules are kept in bf16 for it.
+"""What rounding costs in each linear module alone, and which modules are kept in bf16 for it.
 
 Comes in: a model, token ids, a budget. Goes out: nats a token by module; the modules that are kept. Must not know: how
 weights are rounded in the end.
@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from llmc.builder.reference import pass_tokens
-from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale, static
+from llmc.calibration.formats import Format
+from llmc.calibration.grid import per_token, search_input_scale, static
 from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced, shape_of
 
 #: What error compensation leaves of the cost of rounding weights to nearest (measured: 0.45 % perplexity of 1.5 %).
@@ -45,19 +46,22 @@ def quantizer(activations: str) -> Quantizer:
 
 @dataclass
 class Sensitivity:
-    """`loss`: nats a token by module path; `units`: modules that are kept or not together."""
+    """`loss`: nats a token by module path; `units`: modules that are kept or not together; `form`: what the others are
+    rounded to.
+    """
 
     loss: dict[str, float]
     units: list[tuple[str, ...]]
     shapes: dict[str, tuple[int, int]]
+    form: Format
 
     def kept(self, budget: float) -> frozenset[str]:
-        """The modules to keep in bf16 so that all of them take at most `budget` times the bytes of pure FP8: those that
-        cost most for the bytes that keeping them adds.
+        """The modules to keep in bf16 so that all of them take at most `budget` times the bytes that they take if none
+        is kept: those that cost most for the bytes that keeping them adds.
         """
-        fp8 = {path: rows * (columns + 4) for path, (rows, columns) in self.shapes.items()}
-        added = {path: 2 * rows * columns - fp8[path] for path, (rows, columns) in self.shapes.items()}
-        room, kept = (budget - 1) * sum(fp8.values()), set[str]()
+        small = {path: self.form.nbytes(*shape) for path, shape in self.shapes.items()}
+        added = {path: 2 * rows * columns - small[path] for path, (rows, columns) in self.shapes.items()}
+        room, kept = (budget - 1) * sum(small.values()), set[str]()
 
         def gain(unit: tuple[str, ...]) -> float:
             return sum(self.loss[path] for path in unit) / sum(added[path] for path in unit)
@@ -71,14 +75,19 @@ class Sensitivity:
 
 
 def measure(
-    model: Any, samples: Sequence[Sequence[int]], quantizer: Quantizer, seed: int, done: Callable[[int, int], None]
+    model: Any,
+    samples: Sequence[Sequence[int]],
+    form: Format,
+    quantizer: Quantizer,
+    seed: int,
+    done: Callable[[int, int], None],
 ) -> Sensitivity:
     """Runs the samples forward and backward, a few at a time. Memory: one layer's activations, each layer's input, and
     the logits.
     """
     batches = _batches(samples, pass_tokens(model))
     modules = linear_modules(model)
-    record = _Record(modules, quantizer)
+    record = _Record(modules, form, quantizer)
     generator = torch.Generator().manual_seed(seed)
     with replaced(modules, record.forward), _recomputed_layers(model), _differentiable(model.get_input_embeddings()):
         for count, batch in enumerate(batches, 1):
@@ -86,7 +95,7 @@ def measure(
             done(count, len(batches))
     tokens = sum(map(len, samples))
     loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
-    return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()})
+    return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()}, form)
 
 
 def _backward(logits: torch.Tensor, generator: torch.Generator) -> None:
@@ -126,6 +135,7 @@ class _Record:
     """What the backward pass finds."""
 
     modules: Mapping[str, nn.Module]
+    form: Format
     quantizer: Quantizer
     squares: dict[str, float] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
@@ -144,8 +154,7 @@ class _Record:
         self, path: str, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor, weight: torch.Tensor
     ) -> None:
         """x [T, K], the gradients at the output [T, N] and at the input [T, K], weight [N, K]."""
-        scale = largest_scale(weight)
-        rounding = round_e4m3(weight / scale) * scale - weight
+        rounding = self.form.round(weight).weight - weight
         of_input = ((self.quantizer(x, weight) - x) * back).sum(-1)
         of_weight = ((x @ rounding.T) * gradient).sum(-1)
         squares = of_input.square().sum() + _COMPENSATED * of_weight.square().sum()

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmc.calibration.compensate import Hessian, Rounded, compensate, fit_rows
-from llmc.calibration.grid import largest_scale, per_token, round_e4m3, search_input_scale, static
+from llmc.calibration.compensate import Hessian, compensate, fit_rows
+from llmc.calibration.formats import Format, Rounded
+from llmc.calibration.grid import per_token, search_input_scale, static
 from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced
 
 
@@ -43,12 +44,13 @@ def round_model(
     model: Any,
     samples: Sequence[Sequence[int]],
     kept: frozenset[str],
+    form: Format,
     activations: str,
     amax: Amax,
     sink: Callable[[str, Outcome], None],
 ) -> None:
-    """Tells `sink` of each module as it is done. `activations`: inputs are rounded with one scale a token, with one
-    static scale, or none is.
+    """Tells `sink` of each module as it is done. `form`: what weights are rounded to. `activations`: inputs are rounded
+    with one scale a token, with one static scale, or none is.
     """
     longest = max(map(len, samples))
     ids = torch.zeros((len(samples), longest), dtype=torch.long)
@@ -56,7 +58,7 @@ def round_model(
         row[: len(sample)] = torch.tensor(list(sample))
     real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
     modules = linear_modules(model)
-    streams = _Streams(modules, real.flatten(), kept, activations, amax, sink)
+    streams = _Streams(modules, real.flatten(), kept, form, activations, amax, sink)
     with torch.inference_mode(), replaced(modules, streams.forward):
         model(ids.repeat(2, 1), use_cache=False, logits_to_keep=1)
 
@@ -90,12 +92,13 @@ class _Streams:
         modules: Mapping[str, nn.Module],
         real: torch.Tensor,
         kept: frozenset[str],
+        form: Format,
         activations: str,
         amax: Amax,
         sink: Callable[[str, Outcome], None],
     ) -> None:
         self.modules, self.real, self.kept, self.amax, self._sink = modules, real, kept, amax, sink
-        self.activations = activations
+        self.form, self.activations = form, activations
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
 
@@ -128,7 +131,7 @@ class _Streams:
 
     def _round(self, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
-        rounded = compensate(weight, shared.hessian())
+        rounded = compensate(weight, shared.hessian(), self.form)
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
         fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
@@ -136,8 +139,7 @@ class _Streams:
 
     def _routed(self, path: str, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A module that sees some of the tokens, of either stream: rounded to nearest, and exact in both streams."""
-        scale = largest_scale(weight)
-        rounded = None if path in self.kept else Rounded(round_e4m3(weight / scale), scale)
+        rounded = None if path in self.kept else self.form.round(weight)
         amax = float(self.amax(x, None))
         input_scale = search_input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
         self._tell(path, weight, amax, input_scale, rounded)

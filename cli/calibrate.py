@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from llmc.artifacts.calibration import ACTIVATIONS
 
@@ -17,6 +19,7 @@ from llmc.artifacts.calibration import ACTIVATIONS
     type=click.Path(path_type=Path),
     help="Text: .txt, .jsonl or a folder. Default: documentation of Python's standard library.",
 )
+@click.option("--int4", is_flag=True, help="Round weights to INT4 in groups of 128, for `llmc build --int4`.")
 @click.option("--samples", type=click.IntRange(min=1), help="Sequences to run. Default: 16, or what memory allows.")
 @click.option("--tokens", type=click.IntRange(min=2), help="Tokens of each. Default: 256, or what the model takes.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Which samples are drawn.")
@@ -32,13 +35,14 @@ def command(
     model: Path,
     output: Path,
     calib: Path | None,
+    int4: bool,
     samples: int | None,
     tokens: int | None,
     seed: int,
     fp8_activations: str,
     fp8_budget: float,
 ) -> None:
-    """Round a checkpoint's weights to FP8: a table, and beside it the weights, for `llmc build --fp8 --calib TABLE`."""
+    """Round a checkpoint's weights to FP8 or INT4: a table for `llmc build --calib TABLE`, beside it the weights."""
     from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
 
@@ -52,6 +56,9 @@ def command(
 
     require_writable(output)
     options = CalibrationOptions(calib, samples, tokens, seed, fp8_activations, fp8_budget)
+    if int4:
+        _refuse_fp8_options()
+        options = replace(CalibrationOptions.int4(calib), samples=samples, tokens=tokens, seed=seed)
     with make_progress() as progress, progress.stage("calibrate"):
 
         def advance(_: str, done: int, total: int) -> None:
@@ -63,3 +70,14 @@ def command(
     click.echo(
         f"{output}: {len(table.tensors)} linears, {kept} kept in bf16, {data.samples} samples, {data.tokens} tokens"
     )
+
+
+def _refuse_fp8_options() -> None:
+    """Raises UsageError for those that were given beside --int4."""
+    from llmc.artifacts.errors import UsageError
+
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name.startswith("fp8_") and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(f"{parameter.opts[-1]} is for FP8; drop it, or --int4")

@@ -57,16 +57,16 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 only; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With `evaluate`, the finished engine
-    and Hugging Face at fp32 read the same text, at most `eval_windows` windows of `eval_length` tokens of `eval_text`
-    (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see llmc/gate.py; None: the precision's
-    default, "off": none) decides whether the plan is published. `kv_dtype`, `tactics`: see BuildOptions. `dump` is a
-    folder for the graph after each pass.
+    for FP8 and INT4; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With `evaluate`, the finished
+    engine and Hugging Face at fp32 read the same text, at most `eval_windows` windows of `eval_length` tokens of
+    `eval_text` (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see llmc/gate.py; None: the
+    precision's default, "off": none) decides whether the plan is published. `kv_dtype`, `tactics`: see BuildOptions.
+    `dump` is a folder for the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
 
-    `precision` fp32|bf16|fp8; None: see `default_precision`.
+    `precision` fp32|bf16|fp8|int4; None: see `default_precision`.
 
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
@@ -152,7 +152,7 @@ def _build(
         return examine(source, plan, exam, text, progress)
 
     settings = exam.settings()
-    if table is not None and table.budget is not None:
+    if options.precision == "fp8" and table is not None and table.budget is not None:
         settings["fp8_budget"] = table.budget
     return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
 

@@ -1,4 +1,4 @@
-"""How an FP8 build comes by its calibration table: read from a file, or made as asked and kept in the cache.
+"""How an FP8 or INT4 build comes by its calibration table: read from a file, or made as asked and kept in the cache.
 
 Comes in: the options of a build, a checkpoint. Goes out: a `CalibrationTable`, or none. Must not know: graphs, plans,
 how weights are rounded.
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc.artifacts.calibration import CalibrationTable, read_table
+from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, read_table
 from llmc.artifacts.errors import UsageError
 from llmc.builder.progress import Progress
 
@@ -32,12 +32,19 @@ class Fp8Options:
     usual: str = "token"
 
     def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
-        """None unless the precision is fp8. Raises UsageError for options without effect or against the table's own."""
-        if precision != "fp8":
+        """None unless the precision is fp8 or int4. Raises UsageError for options without effect or against the table's
+        own.
+        """
+        if precision not in WEIGHTS:
             for option, value in self.given().items():
-                raise UsageError(f"{option} {value}: only an FP8 build is calibrated; add --fp8 or drop {option}")
+                raise UsageError(
+                    f"{option} {value}: only an FP8 or INT4 build is calibrated; add --fp8 or --int4, or drop {option}"
+                )
             return None
-        if checkpoint.quantization and checkpoint.quantization.linears:
+        if precision == "int4":
+            for option, value in self._fp8_given().items():
+                raise UsageError(f"{option} {value}: is for FP8, and this build is INT4; drop {option}")
+        elif checkpoint.quantization and checkpoint.quantization.linears:
             for option, value in self.given().items():
                 raise UsageError(
                     f"{option} {value}: this checkpoint is FP8 already and brings its own scales; drop {option}"
@@ -46,12 +53,19 @@ class Fp8Options:
         if self.calib is not None and self.calib.suffix == ".json":
             table = read_table(self.calib)
             table.check(checkpoint.digest)
+            if table.rounded is not None and table.weights != precision:
+                raise UsageError(
+                    f"{self.calib}: its weights were rounded to {table.weights}, and this build is {precision}; build "
+                    f"with --{table.weights}, or calibrate again"
+                )
             self._require_same(self.calib, table)
             return table
         from llmc.calibration import CalibrationOptions, cached_table
 
-        options = CalibrationOptions(data=self.calib)
-        options = replace(options, activations=self.activations or self.usual, budget=self.budget or options.budget)
+        options = CalibrationOptions.int4(self.calib)
+        if precision == "fp8":
+            options = CalibrationOptions(data=self.calib, activations=self.activations or self.usual)
+            options = replace(options, budget=self.budget or options.budget)
         with progress.stage("calibrate"):
             table, reused = cached_table(
                 checkpoint, options, lambda _, done, total: progress.advanced("calibrate", done, total), self.cache
@@ -66,7 +80,10 @@ class Fp8Options:
 
     def given(self) -> dict[str, object]:
         """What was asked for, by option."""
-        options = {"--calib": self.calib, "--fp8-activations": self.activations, "--fp8-budget": self.budget}
+        return {**({} if self.calib is None else {"--calib": self.calib}), **self._fp8_given()}
+
+    def _fp8_given(self) -> dict[str, object]:
+        options = {"--fp8-activations": self.activations, "--fp8-budget": self.budget}
         return {option: value for option, value in options.items() if value is not None}
 
     def _require_same(self, path: Path, table: CalibrationTable) -> None:

@@ -175,7 +175,7 @@ def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     recipe, kind = weight_recipe(view, node.inputs[1]), view.types[node.inputs[1]]
     assert recipe is not None
     ranges = precision.ranges(node.path)
-    if ranges is None:
+    if ranges is None or ranges.choice is None:
         scale, zero = Int4Scale(recipe), Int4Zero(recipe)
         parts: tuple[Recipe, ...] = (Int4(recipe, scale, zero), scale, zero)
     else:
@@ -241,12 +241,14 @@ def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, 
 
 
 def _summary(precision: Precision) -> list[str]:
-    """Of the table's choices: what FP8 costs in each module, the dearest first, and which are kept for that."""
-    tensors = {} if precision.table is None or precision.name != "fp8" else precision.table.tensors
+    """Of the table's choices: what rounding costs in each module, the dearest first, and which are kept for that."""
+    tensors = {} if precision.table is None or precision.name not in ("fp8", "int4") else precision.table.tensors
+    name = precision.name.upper()
     choices = {path: ranges.choice for path, ranges in tensors.items() if ranges.choice is not None}
     total = sum(choice.loss for choice in choices.values()) or 1.0
     return [
-        f"{path}: {100 * choice.loss / total:.2f} % of the loss of pure FP8, {'kept in bf16' if choice.kept else 'FP8'}"
+        f"{path}: {100 * choice.loss / total:.2f} % of the loss of pure {name}, "
+        f"{'kept in bf16' if choice.kept else name}"
         for path, choice in sorted(choices.items(), key=lambda item: (-item[1].loss, item[0]))
     ]
 

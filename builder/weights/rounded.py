@@ -1,10 +1,16 @@
 """The weights that a calibration rounded: a safetensors file beside its table, pinned by the table's hash.
 
-Comes in: a table and its folder; or, to write one, linear modules with their E4M3 bytes and scales, in any order. Goes
+Comes in: a table and its folder; or, to write one, linear modules with their numbers and scales, in any order. Goes
 out: a source of stored tensors; the file. Must not know: how weights were rounded, graphs, recipes.
 
     <module>.weight         E4M3 [N, K], by output channels whatever the checkpoint's layout
     <module>.weight_scale   f32 [N]
+
+or, for a table of INT4 weights, in groups of 128 columns:
+
+    <module>.weight         U8 [N, K], numbers from 0 to 15
+    <module>.weight_scale   F16 [N, G]
+    <module>.weight_zero    U8 [N, G]
 """
 
 from __future__ import annotations
@@ -22,10 +28,10 @@ from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.files import disk_errors
 from llmc.artifacts.hashing import sha256_file
-from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.types import INT4_GROUP, NUMPY_DTYPES
 from llmc.builder.checkpoint.safetensors_file import SafetensorsFile
 
-_SAFETENSORS = {"f8e4m3": "F8_E4M3", "f32": "F32"}
+_SAFETENSORS = {"f8e4m3": "F8_E4M3", "f32": "F32", "f16": "F16", "u4": "U8"}
 
 
 def weight_name(module: str) -> str:
@@ -72,7 +78,8 @@ class RoundedWeights:
         """Rows start:stop of a tensor, in its stored dtype."""
         self._require(name)
         first, last, _ = slice(start, stop).indices(self.shape(name)[0])
-        return self._file.read(name, first, max(first, last))
+        value = self._file.read(name, first, max(first, last))
+        return value.view(NUMPY_DTYPES["u4"]) if value.dtype == np.uint8 else value
 
     def _require(self, name: str) -> None:
         if name not in self._file.entries:
@@ -84,19 +91,24 @@ def open_rounded(table: CalibrationTable | None) -> RoundedWeights | None:
     return None if table is None or table.rounded is None else RoundedWeights.open(table)
 
 
+def _tensors(module: str, shape: tuple[int, int], weights: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor of a module [N, K]."""
+    if weights == "fp8":
+        return [(weight_name(module), "f8e4m3", shape), (scale_name(module), "f32", shape[:1])]
+    groups = (shape[0], -(-shape[1] // INT4_GROUP))
+    return [(weight_name(module), "u4", shape), (scale_name(module), "f16", groups), (zero_name(module), "u4", groups)]
+
+
 class RoundedWriter:
     """Writes such a file at `path`, a module at a time; use it in a `with`. `shapes`: [N, K] of every module that will
-    be added. Modules that never are leave zeros, so whoever writes must add all.
+    be added; `weights` fp8|int4. Modules that never are leave zeros, so whoever writes must add all.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, int]], weights: str = "fp8") -> None:
         self._path, self._offsets, header, at = path, dict[str, int](), {}, 0
+        self._tensors = {module: _tensors(module, shape, weights) for module, shape in shapes.items()}
         for module in sorted(shapes):
-            rows = shapes[module][0]
-            for name, dtype, shape in (
-                (weight_name(module), "f8e4m3", shapes[module]),
-                (scale_name(module), "f32", (rows,)),
-            ):
+            for name, dtype, shape in self._tensors[module]:
                 nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
                 entry: dict[str, str | Sequence[int]] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape)}
                 header[name] = entry | {"data_offsets": [at, at + nbytes]}
@@ -109,12 +121,13 @@ class RoundedWriter:
             self._file.write(self._head)
             self._file.truncate(len(self._head) + at)
 
-    def add(self, module: str, weight: np.ndarray, scale: np.ndarray) -> None:
-        """E4M3 [N, K] and f32 [N]."""
-        for name, value in ((weight_name(module), weight), (scale_name(module), scale)):
+    def add(self, module: str, *parts: np.ndarray) -> None:
+        """The module's tensors in the order above: numbers of the format in any dtype that holds them."""
+        for (name, dtype, _), value in zip(self._tensors[module], parts, strict=True):
+            stored = value.astype(np.uint8 if dtype == "u4" else NUMPY_DTYPES[dtype])
             with disk_errors(self._path):
                 self._file.seek(len(self._head) + self._offsets[name])
-                self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
+                self._file.write(np.ascontiguousarray(stored).view(np.uint8).data)
 
     def __enter__(self) -> Self:
         return self

@@ -152,7 +152,9 @@ def test_another_file_at_the_output_or_in_the_checkpoint_is_built_anew(tmp_path:
     first = llmc.build(model, out, **options)
     good = out.read_bytes()
     assert llmc.build(model, out, **options).unchanged
-    with pytest.raises(errors.UsageError, match="--fp8-activations none: only an FP8 build"):  # the default, but asked
+    with pytest.raises(
+        errors.UsageError, match="--fp8-activations none: only an FP8 or INT4 build"
+    ):  # the default, but asked
         llmc.build(model, out, **options, fp8_activations="none")
     damaged = bytearray(good)
     damaged[len(good) // 2] ^= 1

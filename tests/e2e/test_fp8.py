@@ -92,7 +92,7 @@ def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, t
     [
         ({"fp8_budget": 1.3}, r"--fp8-budget 1\.3: .* was made with 1\.15"),
         ({"fp8_activations": "static"}, "--fp8-activations static: .* was made with token"),
-        ({"precision": "bf16"}, "only an FP8 build is calibrated"),
+        ({"precision": "bf16"}, "only an FP8 or INT4 build is calibrated"),
     ],
 )
 def test_options_that_contradict_the_table(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from llmc.calibration.compensate import Hessian, Rounded, compensate, fit_rows
+from llmc.calibration.compensate import Hessian, compensate, fit_rows
+from llmc.calibration.formats import FORMATS, Rounded
 from llmc.calibration.grid import largest_scale, round_e4m3, search_weight_scales
 
 
@@ -68,3 +69,26 @@ def test_rows_are_fitted_by_least_squares() -> None:
     torch.testing.assert_close(x @ fitted.weight.T, wanted, rtol=1e-4, atol=1e-4)
     silent = fit_rows(rounded, wanted * 0, outputs * 0)
     torch.testing.assert_close(silent.scale, rounded.scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_int4_outputs_are_nearer_than_with_plain_rounding(seed: int) -> None:
+    x, weight = case(seed, columns=300)
+    int4 = FORMATS["int4"]
+    rounded = compensate(weight, Hessian(x), int4)
+    assert error(x, weight, rounded.weight) < 0.4 * error(x, weight, int4.round(weight).weight)
+    assert rounded.zero is not None
+    assert rounded.scale.shape == rounded.zero.shape == (24, 3)
+    for numbers in (rounded.grid, rounded.zero):
+        assert torch.equal(numbers, numbers.round().clamp(0, 15))
+    fitted = fit_rows(rounded, x @ weight.T, x @ rounded.weight.T)
+    assert torch.equal(fitted.scale, fitted.scale.half().float())
+
+
+def test_int4_columns_that_do_not_depend_on_one_another_are_rounded_to_nearest() -> None:
+    _, weight = case(0, columns=300)
+    rounded = compensate(weight, Hessian(torch.diag(torch.arange(4.0, 304.0))), FORMATS["int4"])
+    assert rounded.zero is not None
+    group = torch.arange(300) // 128
+    numbers = (weight / rounded.scale[:, group]).round() + rounded.zero[:, group]
+    assert torch.equal(rounded.grid, numbers.clamp(0, 15))

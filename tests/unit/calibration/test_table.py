@@ -1,5 +1,6 @@
 """The calibration table: bytes there and back, and refused when it is not one or of another checkpoint."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,17 @@ ROUNDED = CalibrationTable(
 def test_choices_read_back_the_same() -> None:
     assert CalibrationTable.from_json(ROUNDED.to_json()) == ROUNDED
     assert CalibrationTable.from_json(ROUNDED.to_json()).to_json() == ROUNDED.to_json()
-    assert (TABLE.version, ROUNDED.version) == (1, 2)
+    int4 = dataclasses.replace(ROUNDED, weights="int4")
+    assert CalibrationTable.from_json(int4.to_json()) == int4
+    assert (TABLE.version, ROUNDED.version, int4.version) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"activations": "dynamic"}, "activations is 'dynamic', expected token, static, none"),
+        ({"version": 3}, "weights is None, expected str"),
+        ({"version": 3, "weights": "int3"}, "weights is 'int3', expected fp8 or int4"),
         ({"budget": "1.1"}, "budget is '1.1', expected a number"),
         ({"rounded": None}, "rounded is None"),
         ({"rounded": {"file": "../t.safetensors", "sha256": ""}}, "expected the name of a file beside the table"),
