@@ -31,6 +31,8 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 
 #: The largest finite E4M3 number.
 FP8_MAX = 448.0
+#: What a layer's keys, and what its values, are divided by in the cache: one number each a KV head.
+KVScales = tuple[tuple[float, ...], tuple[float, ...]]
 
 #: Columns of an INT4 weight that share a scale and a zero point, and the largest of its numbers.
 INT4_GROUP = 128

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import resource
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +22,9 @@ from pathlib import Path
 from llmc.artifacts import VERSION
 from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.errors import CheckpointError, GateError
+from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import PlanWriter, encode_manifest
-from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, RankProgram, ShapeProfile
+from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, ShapeProfile
 from llmc.builder import pipeline
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.checkpoint.source import Quantization
@@ -31,9 +32,10 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import Lowered, Program
+from llmc.builder.cpu.program import Lowered, rank_program
 from llmc.builder.cpu.toolchain import find_compiler
 from llmc.builder.memory import MemoryPlan, memory_plan
+from llmc.builder.notes import build_notes
 from llmc.builder.options import BuildOptions
 from llmc.builder.pipeline import Compiled, CompileOptions, Stage
 from llmc.builder.progress import Progress
@@ -82,15 +84,17 @@ class _Front:
     compiled: Compiled
     lowered: Lowered
     own: Quantization | None
+    kv: KVScaleTable | None
 
 
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
     target = load_target(options.target)
     profile = resolved_profile(checkpoint, options, target)
-    # The scales of activations are constants of the code: where they come from changes no size.
+    # The scales of activations, keys and values are constants of the code: where they come from changes no size.
     options = dataclasses.replace(options, fp8_activations="token", verify_passes=False)
-    front = _front(checkpoint, options, None, profile, target, Progress())
+    any_scales = KVScaleTable(checkpoint.digest, "none", None, defaultdict(lambda: ((1.0,), (1.0,))))
+    front = _front(checkpoint, options, None, any_scales, profile, target, Progress())
     return memory_plan(front.lowered, checkpoint.name, options.precision)
 
 
@@ -98,6 +102,7 @@ def run_stages(
     checkpoint: Checkpoint,
     options: BuildOptions,
     table: CalibrationTable | None,
+    kv: KVScaleTable | None,
     progress: Progress,
     watch: Watch,
     stop_after: str,
@@ -106,7 +111,7 @@ def run_stages(
     profile = resolved_profile(checkpoint, options, load_target(options.target))
     traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
-        compile_options = _compile_options(checkpoint, options, table, traced)
+        compile_options = _compile_options(checkpoint, options, table, kv, traced)
         for stage in pipeline.stages(traced.graph, compile_options, stop_after):
             watch(stage)
 
@@ -121,11 +126,12 @@ def compile_plan(
     watch: Watch = lambda stage: None,
     settings: Mapping[str, object] | None = None,
     parity: str = "not checked",
+    kv: KVScaleTable | None = None,
 ) -> BuildReport:
-    """Writes the plan. `table` is needed for fp8 with static activations. `self_test` is given the sealed plan before
-    it stands at `out`; `watch` is shown what each pass makes; `settings` are the caller's own options, for the
-    manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out` then that was not
-    there before. Of those, a GateError carries the report of the build that was not published.
+    """Writes the plan. `table` is needed for fp8 with static activations, `kv` for a cache in f8e4m3. `self_test` is
+    given the sealed plan before it stands at `out`; `watch` is shown what each pass makes; `settings` are the caller's
+    own options, for the manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out`
+    then that was not there before. Of those, a GateError carries the report of the build that was not published.
     """
     target = load_target(options.target, Tactics.read(Path(options.tactics)) if options.tactics else None)
     profile = resolved_profile(checkpoint, options, target)
@@ -133,7 +139,7 @@ def compile_plan(
     if table is not None:
         table.check(checkpoint.digest)
     rounded = open_rounded(table)
-    front = _front(checkpoint, options, table, profile, target, progress, watch)
+    front = _front(checkpoint, options, table, kv, profile, target, progress, watch)
     source = ModelWeights(checkpoint, front.traced.buffers, rounded)
     if table is not None:
         with progress.stage("ranges"):
@@ -178,6 +184,7 @@ def _front(
     checkpoint: Checkpoint,
     options: BuildOptions,
     table: CalibrationTable | None,
+    kv: KVScaleTable | None,
     profile: ShapeProfile,
     target: TargetDescription,
     progress: Progress,
@@ -185,7 +192,7 @@ def _front(
 ) -> _Front:
     traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
-        compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, traced), watch)
+        compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, kv, traced), watch)
     with progress.stage("lower"):
         lowered = lower(compiled.graphs, profile, target, compiled.kv_dtype, compiled.vocab)
     vocab_size = checkpoint.model_info().vocab_size
@@ -193,7 +200,7 @@ def _front(
         raise CheckpointError(
             f"{checkpoint.path}: config.json: vocab_size is {vocab_size}, the model returns {lowered.vocab_size} logits"
         )
-    return _Front(traced, compiled, lowered, checkpoint.quantization)
+    return _Front(traced, compiled, lowered, checkpoint.quantization, kv)
 
 
 def _traced(checkpoint: Checkpoint, options: BuildOptions, profile: ShapeProfile, progress: Progress) -> Traced:
@@ -207,7 +214,11 @@ def _traced(checkpoint: Checkpoint, options: BuildOptions, profile: ShapeProfile
 
 
 def _compile_options(
-    checkpoint: Checkpoint, options: BuildOptions, table: CalibrationTable | None, traced: Traced
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    table: CalibrationTable | None,
+    kv: KVScaleTable | None,
+    traced: Traced,
 ) -> CompileOptions:
     verifier = None
     if options.verify_passes:
@@ -216,6 +227,7 @@ def _compile_options(
     return CompileOptions(
         precision=options.precision,
         kv_dtype=options.kv_dtype,
+        kv_scales=None if kv is None else kv.layers,
         tp=options.tp,
         table=table,
         fp8_activations=options.fp8_activations,
@@ -268,6 +280,8 @@ def _texts(
         texts["tokenizer/chat_template.jinja"] = checkpoint.chat_template.encode()
     if table is not None:
         texts["calibration.json"] = table.named("calibration").to_json()
+    if front.kv is not None:
+        texts["kv_scales.json"] = front.kv.to_json()
     return texts
 
 
@@ -297,6 +311,8 @@ def _build_info(
         own = front.own.scheme if front.own and front.own.linears else None
         config["fp8_activations"] = own.activations if own else options.fp8_activations
         config["fp8_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
+    if front.kv is not None:
+        config["kv_scales"] = front.kv.source
     if table is not None:
         libraries["nvidia-modelopt"] = table.modelopt
     return BuildInfo(
@@ -324,7 +340,7 @@ def _manifest(checkpoint: Checkpoint, front: _Front, build: BuildInfo) -> Manife
         profile=lowered.profile,
         build=build,
         ranks=tuple(
-            _rank(program, launches.per_layer)
+            rank_program(program, launches.per_layer)
             for program, launches in zip(lowered.programs, front.compiled.launches, strict=True)
         ),
         shared_weights=SHARED,
@@ -335,45 +351,9 @@ def _manifest(checkpoint: Checkpoint, front: _Front, build: BuildInfo) -> Manife
     )
 
 
-def _rank(program: Program, launches_per_layer: float) -> RankProgram:
-    return RankProgram(
-        rank=program.rank,
-        code=f"code/rank{program.rank}.so",
-        weights=f"weights/rank{program.rank}.bin",
-        graph=f"graph/rank{program.rank}.ir",
-        weights_bytes=program.weights.nbytes,
-        arena_bytes=program.arena_bytes,
-        kv_block_bytes=program.kv_block_bytes,
-        kv_layers=program.kv_layers,
-        vocab_start=program.vocab[0],
-        vocab_size=program.vocab[1],
-        launches=len(program.ranges[0].launches),
-        launches_per_layer=launches_per_layer,
-        state_slot_bytes=program.state_slot_bytes,
-        state_layers=program.state_layers,
-    )
-
-
 def _peak() -> int:
     """The most memory that this process has held, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
-
-
-def _length_note(checkpoint: Checkpoint, memory: MemoryPlan) -> str:
-    """What to know of `max_seq_len` where only the profile limits sequences; empty otherwise."""
-    if checkpoint.longest is not None:
-        return ""
-    return (
-        f"nothing in the checkpoint limits a sequence: this engine takes {memory.max_seq_len} tokens, "
-        "a profile with another max_seq_len fewer or more"
-    )
-
-
-def _quantized(front: _Front, manifest: Manifest) -> tuple[str, ...]:
-    """Whose FP8 scales the engine has, and what of the checkpoint's own quantization it has not."""
-    scales = manifest.build.config.get("fp8_scales")
-    notes = front.own.notes(manifest.build.precision) if front.own else []
-    return (*([f"FP8 scales are {scales}"] if scales else []), *notes)
 
 
 def _report(
@@ -401,6 +381,6 @@ def _report(
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,
-        notes=(*filter(None, (front.traced.note, _length_note(checkpoint, memory))), *_quantized(front, manifest)),
+        notes=build_notes(checkpoint, front.traced.note, memory, manifest.build),
         reused=tuple(progress.reused),
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,6 +23,7 @@ from typing import Protocol
 from llmc.artifacts.calibration import ACTIVATIONS, CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
+from llmc.artifacts.types import KVScales
 from llmc.builder.checkpoint.source import Quantization
 from llmc.builder.ir import Graph
 from llmc.builder.passes.absorb_latent import absorb_latent
@@ -48,6 +49,7 @@ from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
 from llmc.builder.passes.views import Launches, count_launches
+from llmc.plugins.cpu.blocks import KV_TYPES
 
 PRECISIONS = ("fp32", "bf16", "fp8", "int4")
 
@@ -72,7 +74,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         split_packed,
         fold_activations,
         fuse_rms_norm,
-        fuse_attention,
+        partial(fuse_attention, scales=options.kv_scales if options.kv_dtype == "f8e4m3" else None),
         simplify_views,
         fuse_latent_cache,
         fuse_qk_norm,
@@ -106,13 +108,15 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16 of the cache (None: exact in an fp32 engine, bf16 otherwise);
+    """`precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16|f8e4m3 of the cache (None: exact in an fp32 engine, bf16
+    otherwise), `kv_scales` what each layer's keys and values are divided by where it is f8e4m3;
     `table` is the calibration and `fp8_activations` token|static|none says what becomes of inputs; `own` is what the
     checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs before and after it.
     """
 
     precision: str = "fp32"
     kv_dtype: str | None = None
+    kv_scales: Mapping[int, KVScales] | None = None
     tp: int = 1
     table: CalibrationTable | None = None
     fp8_activations: str = "token"
@@ -228,8 +232,10 @@ def check_options(options: CompileOptions) -> None:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
     if options.fp8_activations not in ACTIVATIONS:
         raise UsageError(f"fp8 activations {options.fp8_activations!r} is not one of {', '.join(ACTIVATIONS)}")
-    if options.kv_dtype not in (None, "f32", "bf16"):
-        raise UsageError(f"kv dtype {options.kv_dtype!r} is neither f32 nor bf16")
+    if options.kv_dtype not in (None, *KV_TYPES):
+        raise UsageError(f"kv dtype {options.kv_dtype!r} is not one of {', '.join(KV_TYPES)}")
+    if options.kv_dtype == "f8e4m3" and options.kv_scales is None:
+        raise UsageError("an FP8 cache needs scales of keys and values: a checkpoint's own, or calibrated ones")
     if options.tp < 1:
         raise UsageError(f"tp {options.tp} is less than 1")
 

@@ -90,7 +90,9 @@ def calibrate(
     or options that cannot be used, EnvironmentFault where modelopt is not installed. The same arguments give the same
     files on the same machine.
     """
-    return _calibrate(checkpoint, options, _samples(checkpoint, options), output, progress or (lambda *_: None))
+    return _calibrate(
+        checkpoint, options, calibration_samples(checkpoint, options), output, progress or (lambda *_: None)
+    )
 
 
 def cached_table(
@@ -102,7 +104,7 @@ def cached_table(
     from llmc.artifacts.calibration import read_table
     from llmc.calibration.cache import TableCache, default_folder
 
-    samples, cache = _samples(checkpoint, options), TableCache(default_folder())
+    samples, cache = calibration_samples(checkpoint, options), TableCache(default_folder())
     parts = {
         "checkpoint": checkpoint.digest,
         "samples": samples.sha256,
@@ -119,7 +121,8 @@ def cached_table(
     return table, False
 
 
-def _samples(checkpoint: Checkpoint, options: CalibrationOptions) -> Samples:
+def calibration_samples(checkpoint: Checkpoint, options: CalibrationOptions) -> Samples:
+    """The token ids that these options mean. Raises UsageError for data that cannot be used."""
     count, tokens = options.resolved(checkpoint)
     if options.data is None:
         return documentation(checkpoint, count, tokens, options.seed)

@@ -11,13 +11,13 @@ import click
 from click.core import ParameterSource
 
 from llmc.artifacts.calibration import ACTIVATIONS
+from llmc.builder.options import KV_CACHE_DTYPES
 from llmc.cli.config import load_config
 
 if TYPE_CHECKING:
     from llmc.builder.build import BuildReport, MemoryPlan
 
 PRECISIONS = ("fp32", "bf16")
-KV_DTYPES = ("f32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset(
     {"model", "fp8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json", "config"}
@@ -26,7 +26,7 @@ _OF_DRY_RUN = frozenset(
 _OF_STOP_AFTER = frozenset(
     {
         "model", "fp8", "int4", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget",
-        "verify_passes", "dump", "stop_after", "config",
+        "verify_passes", "kv_dtype", "dump", "stop_after", "config",
     }
 )  # fmt: skip
 
@@ -55,7 +55,12 @@ _OF_STOP_AFTER = frozenset(
     "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
 )
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cpu:ISA such as cpu:x86-64-v4.")
-@click.option("--kv-cache-dtype", "kv_dtype", type=click.Choice(KV_DTYPES), help="Default: f32 at fp32, else bf16.")
+@click.option(
+    "--kv-cache-dtype",
+    "kv_dtype",
+    type=click.Choice(tuple(KV_CACHE_DTYPES)),
+    help="How keys and values are kept: fp8 is E4M3, calibrated. Default: auto, fp32 for fp32 weights, else bf16.",
+)
 @click.option(
     "--calib", type=click.Path(path_type=Path), help="Calibration table (.json) or text (.txt, .jsonl, folder)."
 )

@@ -12,9 +12,10 @@ import shlex
 import yaml
 
 from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import Plan
 
-TABLE = "calibration.json"
+TABLE, KV_SCALES = "calibration.json", "kv_scales.json"
 #: What a manifest says of FP8 scales that this compiler chose.
 OWN_SCALES = "llmc's"
 
@@ -43,6 +44,8 @@ def options(plan: Plan) -> dict[str, object]:
     result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
     if recorded.pop("fp8_scales", OWN_SCALES) != OWN_SCALES:
         del recorded["fp8_activations"]  # the checkpoint's, like its scales: not for the command line to say
+    recorded.pop("kv_scales", None)
+    recorded["kv_dtype"] = _KV_DTYPE.get(str(recorded["kv_dtype"]), recorded["kv_dtype"])
     for name, value in recorded.items():
         if value is not False:
             result[_OPTION.get(name, name).replace("_", "-")] = value
@@ -54,6 +57,7 @@ def options(plan: Plan) -> dict[str, object]:
 
 #: Names of the manifest that are called otherwise on the command line.
 _OPTION = {"kv_dtype": "kv-cache-dtype"}
+_KV_DTYPE = {"f8e4m3": "fp8"}
 
 
 def _table(plan: Plan, where: str) -> str:
@@ -89,6 +93,9 @@ def _comments(plan: Plan) -> list[str]:
     ]
     if TABLE in plan:
         lines.append(_table(plan, where))
+    if KV_SCALES in plan:
+        kv = KVScaleTable.from_json(bytes(plan.section(KV_SCALES)))
+        lines.append(f"scales of keys and values: {kv.source}{f', on {kv.data.source}' if kv.data else ''}")
     profile = manifest.profile
     if not _is_built_in(profile.name):
         content = {key: value for key, value in dataclasses.asdict(profile).items() if key != "name"}

@@ -21,6 +21,7 @@ from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
 from llmc.fp8 import Fp8Options
 from llmc.gate import Exam, make_exam
+from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
 
@@ -57,10 +58,11 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 and INT4; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With `evaluate`, the finished
-    engine and Hugging Face at fp32 read the same text, at most `eval_windows` windows of `eval_length` tokens of
-    `eval_text` (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see llmc/gate.py; None: the
-    precision's default, "off": none) decides whether the plan is published. `kv_dtype`, `tactics`: see BuildOptions.
+    for FP8 and INT4 weights and an FP8 cache; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With
+    `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most `eval_windows` windows of
+    `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see
+    llmc/gate.py; None: the precision's default, "off": none) decides whether the plan is published. `kv_dtype` is one
+    of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
     `dump` is a folder for the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
@@ -71,6 +73,7 @@ def build(
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
     progress = progress or Progress()
+    kv_dtype = cache_dtype(kv_dtype)
     hashes = FileHashes(_cache("files", cache))
     checkpoint = None
     if precision is None:
@@ -88,8 +91,10 @@ def build(
         verify_passes=verify_passes,
         cache=cache,
     )
+    data = None if calib is None else Path(calib)
+    for_cache = text_for_cache_alone(precision, kv_dtype, data)
     fp8 = Fp8Options(
-        None if calib is None else Path(calib), fp8_activations, fp8_budget, cache, load_target(target).fp8_activations
+        None if for_cache else data, fp8_activations, fp8_budget, cache, load_target(target).fp8_activations
     )
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
@@ -109,7 +114,7 @@ def build(
     if report is not None:
         report = dataclasses.replace(report, seconds=dict(progress.seconds))
     else:
-        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, fp8, dump, progress)
+        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, fp8, data, dump, progress)
         builds.remember(key, Path(output), report)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
@@ -122,6 +127,7 @@ def _build(
     options: BuildOptions,
     exam: Exam,
     fp8: Fp8Options,
+    calib: Path | None,
     dump: str | Path | None,
     progress: Progress,
 ) -> BuildReport:
@@ -146,6 +152,7 @@ def _build(
         parity = check_parity(checkpoint)
     text = evaluation_text(source, exam, longest) if exam.evaluate else None
     table = fp8.table(checkpoint, options.precision, progress)
+    kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
     options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
 
     def self_test(plan: Path) -> Verdict:
@@ -154,7 +161,7 @@ def _build(
     settings = exam.settings()
     if options.precision == "fp8" and table is not None and table.budget is not None:
         settings["fp8_budget"] = table.budget
-    return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity))
+    return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity), kv)
 
 
 def default_precision(checkpoint: Checkpoint) -> str:
@@ -190,6 +197,7 @@ def dump_passes(
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
     fp8_budget: float | None = None,
+    kv_dtype: str | None = None,
     verify_passes: bool = False,
     progress: Progress | None = None,
 ) -> None:
@@ -202,23 +210,31 @@ def dump_passes(
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.dump import DumpFolder
     from llmc.builder.pipeline import CompileOptions, pass_name, passes_until
+    from llmc.source import Source
 
     progress = progress or Progress()
+    data, kv_dtype = None if calib is None else Path(calib), cache_dtype(kv_dtype)
     checkpoint = open_checkpoint(model)
     precision = precision or default_precision(checkpoint)
-    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, verify_passes=verify_passes)
-    steps = passes_until(CompileOptions(precision=precision, tp=tp), stop_after)
+    options = BuildOptions(precision, tp, profile, target, kv_dtype, verify_passes=verify_passes)
+    names = set(map(pass_name, passes_until(CompileOptions(precision=precision, tp=tp), stop_after)))
     usual = load_target(target).fp8_activations
-    fp8 = Fp8Options(None if calib is None else Path(calib), fp8_activations, fp8_budget, usual=usual)
-    quantizes = "quantize" in map(pass_name, steps)
-    for option, value in fp8.given().items() if not quantizes else ():
-        raise UsageError(
-            f"{option} {value}: quantize, which needs it, does not run before --stop-after {stop_after}; drop {option}"
-        )
+    for_cache = text_for_cache_alone(precision, kv_dtype, data)
+    fp8 = Fp8Options(None if for_cache else data, fp8_activations, fp8_budget, usual=usual)
+    quantizes = "quantize" in names
+    needed = [(*given, "quantize") for given in fp8.given().items()]
+    needed += [("--kv-cache-dtype", "fp8", "fuse_attention")] if kv_dtype == "f8e4m3" else []
+    for option, value, needs in needed:
+        if needs not in names:
+            raise UsageError(
+                f"{option} {value}: {needs}, which needs it, does not run before --stop-after {stop_after}; drop "
+                f"{option}"
+            )
     watch = DumpFolder(Path(dump))
     table = fp8.table(checkpoint, precision, progress) if quantizes else None
     options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
-    run_stages(checkpoint, options, table, progress, watch, stop_after)
+    kv = kv_table(Source(checkpoint), kv_dtype, data, progress)
+    run_stages(checkpoint, options, table, kv, progress, watch, stop_after)
 
 
 def plan_memory(
@@ -230,7 +246,7 @@ def plan_memory(
 
     checkpoint = open_checkpoint(model)
     precision = precision or default_precision(checkpoint)
-    options = BuildOptions(precision=precision, tp=tp, profile=profile, target=target, kv_dtype=kv_dtype)
+    options = BuildOptions(precision, tp, profile, target, cache_dtype(kv_dtype))
     return dry_run(checkpoint, options)
 
 

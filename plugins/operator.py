@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.artifacts.types import TensorType
-
-#: The numbers that the cache's keys and values are divided by, one each a KV head.
-KVScales = tuple[tuple[float, ...], tuple[float, ...]]
+from llmc.artifacts.types import KVScales, TensorType
 
 
 def check_scales(scales: KVScales | None, kv_heads: int) -> None:

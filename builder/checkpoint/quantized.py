@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -20,10 +21,13 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.artifacts.types import KVScales
 from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredLinear, TensorInfo, Texts
 
 #: What may stand beside a weight; none of it is a parameter of the model.
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale", "weight_shape")
+#: A scale of the cache: its layer, and whether it is that of keys or of values.
+_OF_CACHE = re.compile(r"\.(\d+)\.(?:.+\.)?([kv])_scale$")
 _FP8 = "f8e4m3"
 _FINE_GRAINED = "fine-grained FP8"
 
@@ -137,10 +141,12 @@ class QuantizedSource(Source):
 
     @cached_property
     def quantization(self) -> Quantization:
-        """Where the stored bytes are. Reads the inputs' scales (one number a module)."""
+        """Where the stored bytes are. Reads the scales of inputs, keys and values (one number a module, or a head)."""
+        kv = self._kv_scales()
         if self._scheme.block is not None:
-            return Quantization(self._scheme)
-        return Quantization(self._scheme, {name.rpartition(".")[0]: self._linear(name) for name in self._scales})
+            return Quantization(self._scheme, kv=kv)
+        linears = {name.rpartition(".")[0]: self._linear(name) for name in self._scales}
+        return Quantization(self._scheme, linears, kv)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a parameter; of a quantized one E4M3 times scale, in float32."""
@@ -216,7 +222,25 @@ class QuantizedSource(Source):
                 f"{self.root}: {self._scheme.name} with static activations needs one number {name!r}; a file of the "
                 "checkpoint is missing, or its config is another's"
             )
-        value = float(self._inner.read(name, 0, 1).astype(np.float32).reshape(-1)[0])
-        if not 0 < value < math.inf:
-            raise CheckpointError(f"{self.root}: {name!r} is {value}, a positive number is needed")
-        return value
+        return self._positive(name)[0]
+
+    def _positive(self, name: str) -> tuple[float, ...]:
+        rows = (self._inner.tensors[name].shape or (1,))[0]
+        values = tuple(self._inner.read(name, 0, rows).astype(np.float32).reshape(-1).tolist())
+        for value in values:
+            if not 0 < value < math.inf:
+                raise CheckpointError(f"{self.root}: {name!r} is {value}, a positive number is needed")
+        return values
+
+    def _kv_scales(self) -> dict[int, KVScales]:
+        found: dict[int, dict[str, tuple[float, ...]]] = {}
+        for name in self._inner.tensors:
+            if match := _OF_CACHE.search(name):
+                found.setdefault(int(match[1]), {})[match[2]] = self._positive(name)
+        for layer, scales in found.items():
+            if len(scales) != 2:
+                raise CheckpointError(
+                    f"{self.root}: of layer {layer}'s cache there is {next(iter(scales))}_scale, and not the other of "
+                    "k_scale and v_scale; a file of the checkpoint is missing"
+                )
+        return {layer: (scales["k"], scales["v"]) for layer, scales in sorted(found.items())}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError
+from llmc.artifacts.types import KVScales
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ class StoredLinear:
 @dataclass(frozen=True)
 class Quantization:
     """What a checkpoint's own quantization is. `linears`: module -> what is stored of it; empty where its scales are
-    not by row, and the weights count as plain float32.
+    not by row, and the weights count as plain float32. `kv`: layer -> the scales of its keys and values, where it has
+    them: one number each, or one a KV head.
     """
 
     scheme: Scheme
     linears: Mapping[str, StoredLinear] = field(default_factory=dict)
+    kv: Mapping[int, KVScales] = field(default_factory=dict)
 
     def notes(self, precision: str) -> list[str]:
         """What of it a build of that precision does not take over, in words."""
@@ -75,11 +78,18 @@ class Quantization:
                 f"the checkpoint's {scheme.name} is not kept (a scale of it belongs to a block of {high} x {wide}, not "
                 "to rows): its weights are rounded anew"
             )
-        if scheme.kv:
-            notes.append(
-                f"the checkpoint's quantized cache ({scheme.name}) is not kept: keys and values are not quantized"
-            )
         return notes
+
+    def cache_notes(self, kv_dtype: str) -> list[str]:
+        """What an engine with such a cache does not take over of a quantized one, in words."""
+        if not self.scheme.kv or (kv_dtype == "f8e4m3" and self.kv):
+            return []
+        if kv_dtype == "f8e4m3":
+            return [f"the checkpoint's quantized cache ({self.scheme.name}) has no scales: they are calibrated"]
+        return [
+            f"the checkpoint's quantized cache ({self.scheme.name}) is not kept: keys and values are {kv_dtype}; "
+            "--kv-cache-dtype fp8 keeps it"
+        ]
 
 
 class Source(ABC):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmc.artifacts.schema import KVLayer, ShapeProfile, StateLayer, TokenRange
+from llmc.artifacts.schema import KVLayer, RankProgram, ShapeProfile, StateLayer, TokenRange
 from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.weights.placement import Member
@@ -92,3 +92,23 @@ class Lowered:
     profile: ShapeProfile
     target: TargetDescription
     kv_dtype: str
+
+
+def rank_program(program: Program, launches_per_layer: float) -> RankProgram:
+    """What the manifest says of a rank."""
+    return RankProgram(
+        rank=program.rank,
+        code=f"code/rank{program.rank}.so",
+        weights=f"weights/rank{program.rank}.bin",
+        graph=f"graph/rank{program.rank}.ir",
+        weights_bytes=program.weights.nbytes,
+        arena_bytes=program.arena_bytes,
+        kv_block_bytes=program.kv_block_bytes,
+        kv_layers=program.kv_layers,
+        vocab_start=program.vocab[0],
+        vocab_size=program.vocab[1],
+        launches=len(program.ranges[0].launches),
+        launches_per_layer=launches_per_layer,
+        state_slot_bytes=program.state_slot_bytes,
+        state_layers=program.state_layers,
+    )

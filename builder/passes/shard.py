@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import PassReport
-from llmc.artifacts.types import INT4_GROUP, TensorType
+from llmc.artifacts.types import INT4_GROUP, KVScales, TensorType
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
@@ -171,7 +171,8 @@ class _Rank:
         means = a.norm_scope == "all"
         if means:
             inputs.append(self._means(node, inputs[:2]))
-        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv), norm_means=means)
+        sizes = {"heads": len(heads.query), "kv_heads": len(heads.kv), "kv_scales": _own_scales(node, heads.kv)}
+        return self._emit(node, inputs, **sizes, norm_means=means)
 
     def _means(self, node: Node, values: Sequence[str]) -> str:
         """The mean squares of q and k over the heads of all ranks. Ranks that share a KV head each add their part."""
@@ -225,4 +226,13 @@ class _Rank:
         if heads is None:
             return self._any(node)
         inputs = [node.inputs[0], *(self._weight(name, 0, heads.query) for name in node.inputs[1:])]
-        return self._emit(node, inputs, heads=len(heads.query), kv_heads=len(heads.kv))
+        sizes = {"heads": len(heads.query), "kv_heads": len(heads.kv), "kv_scales": _own_scales(node, heads.kv)}
+        return self._emit(node, inputs, **sizes)
+
+
+def _own_scales(node: Node, heads: Extent) -> KVScales | None:
+    """What a rank's KV heads are divided by in the cache."""
+    if node.attrs.kv_scales is None:
+        return None
+    keys, values = node.attrs.kv_scales
+    return keys[heads.start : heads.stop], values[heads.start : heads.stop]

@@ -6,9 +6,8 @@ runtime, what a block holds.
 
 from __future__ import annotations
 
-from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.types import NUMPY_DTYPES, KVScales
 from llmc.plugins.cpu.call import Call, Literal
-from llmc.plugins.operator import KVScales
 
 #: What kernels are written for: multiples of their 16 lanes that divide their partitions of `PARTITION` positions.
 BLOCK_SIZES = (16, 32, 64, 128, 256)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import TensorType
-from llmc.plugins.operator import KVScales, Operator, StepContext, check_scales
+from llmc.artifacts.types import KVScales, TensorType
+from llmc.plugins.operator import Operator, StepContext, check_scales
 
 
 @dataclass(frozen=True)

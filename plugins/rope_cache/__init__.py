@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, TensorType
-from llmc.plugins.operator import KVScales, Operator, StepContext, check_scales
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES, KVScales, TensorType
+from llmc.plugins.operator import Operator, StepContext, check_scales
 
 STYLES = ("half", "interleaved")
 NORMS = ("rms", "layer")

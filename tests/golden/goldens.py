@@ -28,7 +28,16 @@ _TABLE = CalibrationTable(
     },
 )
 #: Every pass of the pipeline, as these options make it.
-PASSES = by_name(CompileOptions(precision="fp8", table=_TABLE, fp8_activations="static", tp=2))
+PASSES = by_name(
+    CompileOptions(
+        precision="fp8",
+        kv_dtype="f8e4m3",
+        kv_scales={0: ((0.5,), (0.25,)), 1: ((0.5, 2.0), (0.25, 0.125))},
+        table=_TABLE,
+        fp8_activations="static",
+        tp=2,
+    )
+)
 
 
 def before(name: str) -> Graph:

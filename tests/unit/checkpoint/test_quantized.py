@@ -91,6 +91,27 @@ def test_a_quantized_tensor_without_scale_is_named(modelopt: Path, tmp_path: Pat
         open_checkpoint(copy)
 
 
+def test_scales_of_the_cache_are_by_layer(compressed: Path, tmp_path: Path) -> None:
+    """As ModelOpt names them, beside the projections, and as compressed-tensors does; one number, or one a head."""
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+        tensors["model.layers.0.self_attn.v_proj.v_scale"] = torch.tensor(0.25)
+        tensors["model.layers.1.self_attn.k_scale"] = torch.tensor([0.125, 2.0])
+        tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([1.0])
+
+    checkpoint = open_checkpoint(edited(compressed, tmp_path / "copy", add))
+    assert checkpoint.quantization is not None
+    assert checkpoint.quantization.kv == {0: ((0.5,), (0.25,)), 1: ((0.125, 2.0), (1.0,))}
+    assert not [name for name in checkpoint.tensors if name.endswith("scale")]
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.self_attn.k_scale"] = torch.tensor([0.125])
+
+    with pytest.raises(CheckpointError, match="of layer 1's cache there is k_scale, and not the other"):
+        _ = open_checkpoint(edited(compressed, tmp_path / "spoiled", spoil)).quantization
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])
 def test_scales_that_are_no_scales_are_named(modelopt: Path, tmp_path: Path, value: float) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
