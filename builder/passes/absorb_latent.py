@@ -19,7 +19,8 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Matrices, Recipe, Swap, picked
+from llmc.builder.weights.cut import picked
+from llmc.builder.weights.recipe import Matrices, Recipe, Swap
 from llmc.plugins.paged_attention import Scoring
 
 

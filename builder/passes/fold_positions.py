@@ -11,7 +11,7 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph
 from llmc.builder.passes.rewrite import Edit, Scalar, Value, View, first, op, report, size_of
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import sliced
+from llmc.builder.weights.cut import sliced
 
 _SHIFTED = op("add", Value("ids"), Scalar("offset"))
 

@@ -15,7 +15,8 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Concat, Every, Recipe, sliced
+from llmc.builder.weights.cut import sliced
+from llmc.builder.weights.recipe import Concat, Every, Recipe
 from llmc.plugins.pointwise.functions import ELEMENTWISE
 
 Cut = tuple[int, int, int]

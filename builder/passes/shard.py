@@ -21,7 +21,8 @@ from llmc.builder.operators import ALL
 from llmc.builder.passes.regions import Extent, Regions
 from llmc.builder.passes.rewrite import Edit, View, report, size_of, tidy
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import Concat, Recipe, sliced
+from llmc.builder.weights.cut import sliced
+from llmc.builder.weights.recipe import Concat, Recipe
 
 
 def shard(graph: Graph, tp: int) -> tuple[tuple[Graph, ...], PassReport]:

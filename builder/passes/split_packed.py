@@ -18,7 +18,7 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.recipe import picked
+from llmc.builder.weights.cut import picked
 
 
 def split_packed(graph: Graph) -> tuple[Graph, PassReport]:

@@ -14,9 +14,10 @@ from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.pipeline import CompileOptions, run
 from llmc.builder.trace import trace_model
 from llmc.builder.verify import Verifier, rms
+from llmc.builder.weights.cut import picked, sliced
 from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.int4 import int4_scale, int4_zero, quantize_int4
-from llmc.builder.weights.recipe import Recipe, parse, picked, sliced
+from llmc.builder.weights.recipe import Recipe, parse
 from llmc.plugins.linear import dequantize
 from tests.models import tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of

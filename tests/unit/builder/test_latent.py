@@ -20,9 +20,10 @@ from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.rewrite import tidy
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.builder.trace import trace_model
+from llmc.builder.weights.cut import sliced
 from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.random import RandomWeights
-from llmc.builder.weights.recipe import Matrices, parse, sliced
+from llmc.builder.weights.recipe import Matrices, parse
 from llmc.profiles import load_profile, load_target
 from tests.golden.goldens import FOLDER
 
