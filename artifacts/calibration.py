@@ -101,8 +101,8 @@ class CalibrationTable:
     activations: str | None = None
     budget: float | None = None
     rounded: RoundedFile | None = None
-    weights: str = "fp8"
     folder: Path | None = field(default=None, compare=False)
+    weights: str = "fp8"
 
     @property
     def version(self) -> int:

@@ -84,7 +84,7 @@ def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 3}, "version 3, this llmc reads versions 1 to 2"),
+        ({"version": 4}, "version 4, this llmc reads versions 1 to 3"),
         ({"checkpoint": 7}, "checkpoint is 7"),
         ({"data": None}, "data is None"),
         ({"data": {"source": "x"}}, "sha256 is None"),
