@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from llmc.artifacts import VERSION
-from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.calibration import WEIGHTS, CalibrationTable
 from llmc.artifacts.errors import CheckpointError, GateError
 from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import PlanWriter, encode_manifest
@@ -307,10 +307,12 @@ def _build_info(
     if options.tactics is not None:
         config["tactics"] = f"{Path(options.tactics).stem}.yaml"  # the numbers are among the flags
     libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
-    if options.precision == "fp8":
-        own = front.own.scheme if front.own and front.own.linears else None
-        config["fp8_activations"] = own.activations if own else options.fp8_activations
-        config["fp8_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
+    if options.precision in WEIGHTS:
+        kept = front.own is not None and front.own.linears and front.own.scheme.weights == options.precision
+        own = front.own.scheme if front.own is not None and kept else None
+        if options.precision == "fp8":
+            config["fp8_activations"] = own.activations if own else options.fp8_activations
+        config[f"{options.precision}_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
     if front.kv is not None:
         config["kv_scales"] = front.kv.source
     if table is not None:

@@ -27,9 +27,10 @@ def _length(checkpoint: Checkpoint, memory: MemoryPlan) -> str:
 
 
 def _quantized(checkpoint: Checkpoint, build: BuildInfo) -> list[str]:
-    """Whose FP8 scales the engine has, and what of the checkpoint's own quantization it has not."""
+    """Whose scales the engine has, and what of the checkpoint's own quantization it has not."""
     own = checkpoint.quantization
-    named = {"FP8 scales": build.config.get("fp8_scales"), "scales of keys and values": build.config.get("kv_scales")}
+    names = {"fp8_scales": "FP8 scales", "int4_scales": "INT4 scales", "kv_scales": "scales of keys and values"}
+    named = {what: build.config.get(key) for key, what in names.items()}
     return [
         *(f"{what} are {whose}" for what, whose in named.items() if whose),
         *(own.notes(build.precision) if own else ()),

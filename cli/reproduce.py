@@ -44,7 +44,8 @@ def options(plan: Plan) -> dict[str, object]:
     result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
     if recorded.pop("fp8_scales", OWN_SCALES) != OWN_SCALES:
         del recorded["fp8_activations"]  # the checkpoint's, like its scales: not for the command line to say
-    recorded.pop("kv_scales", None)
+    for name in ("int4_scales", "kv_scales"):
+        recorded.pop(name, None)
     recorded["kv_dtype"] = _KV_DTYPE.get(str(recorded["kv_dtype"]), recorded["kv_dtype"])
     for name, value in recorded.items():
         if value is not False:

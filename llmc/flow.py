@@ -165,9 +165,9 @@ def _build(
 
 
 def default_precision(checkpoint: Checkpoint) -> str:
-    """What a build that names no precision gets: bf16, or fp8 where the checkpoint is FP8 with scales of its own."""
+    """What a build that names no precision gets: bf16, or the checkpoint's own where its numbers can be kept."""
     quantization = checkpoint.quantization
-    return "fp8" if quantization and quantization.linears else "bf16"
+    return quantization.scheme.weights if quantization and quantization.linears else "bf16"
 
 
 def _open(model: str | Path, hashes: FileHashes) -> Checkpoint:

@@ -44,10 +44,12 @@ class Fp8Options:
         if precision == "int4":
             for option, value in self._fp8_given().items():
                 raise UsageError(f"{option} {value}: is for FP8, and this build is INT4; drop {option}")
-        elif checkpoint.quantization and checkpoint.quantization.linears:
+        own = checkpoint.quantization
+        if own is not None and own.linears and own.scheme.weights == precision:
             for option, value in self.given().items():
                 raise UsageError(
-                    f"{option} {value}: this checkpoint is FP8 already and brings its own scales; drop {option}"
+                    f"{option} {value}: this checkpoint is {precision.upper()} already and brings its own scales; drop "
+                    f"{option}"
                 )
             return None
         if self.calib is not None and self.calib.suffix == ".json":

@@ -1,16 +1,18 @@
 """Checkpoints that were quantized before llmc saw them, written by the tools that write them in the field."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from llmc.tiny import tiny_config
 from llmc.tiny_model import random_model
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import save_checkpoint, tiny_model, tiny_tokenizer
 
 _SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -140,3 +142,48 @@ def save_experts(folder: Path, *, dynamic: bool = True) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def save_packed(folder: Path, method: str, group: int = 128, *, v2: bool = False, **overrides: Any) -> Path:
+    """GPTQ's or AWQ's 4-bit format, written by its published layout from random numbers; `plain` beside it is the same
+    model with the weights that these stand for.
+    """
+    sizes = {"hidden_size": 288, "intermediate_size": 304, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = tiny_model("llama", **{**sizes, "tie_word_embeddings": False, **overrides})
+    rng, packed = np.random.default_rng(0), dict[str, torch.Tensor]()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            rows, columns = module.weight.shape
+            groups = -(-columns // group) if group > 0 else 1
+            numbers = rng.integers(0, 16, (rows, columns), dtype=np.uint32)
+            zeros = rng.integers(6, 10, (rows, groups), dtype=np.uint32)
+            scales = (rng.random((rows, groups)) * 0.01 + 0.005).astype(np.float16)
+            index = np.arange(columns) // (group if group > 0 else columns)
+            weight = (numbers.astype(np.float32) - zeros[:, index]) * scales[:, index].astype(np.float32)
+            module.weight.data = torch.from_numpy(weight)
+            stored = (zeros - (0 if v2 or method == "awq" else 1)).T & 15
+            order = range(8) if method == "gptq" else (0, 2, 4, 6, 1, 3, 5, 7)
+            packed[f"{name}.qweight"] = _words(numbers).T if method == "gptq" else _words(numbers.T, order)
+            packed[f"{name}.qzeros"] = _words(stored, order)
+            packed[f"{name}.scales"] = torch.from_numpy(scales.T.copy())
+            if method == "gptq":
+                packed[f"{name}.g_idx"] = torch.from_numpy(index.astype(np.int32))
+    save_checkpoint(folder / "plain", "llama", model=model)
+    copy = save_checkpoint(folder / method, "llama", model=model)
+    weights = load_file(copy / "model.safetensors")
+    kept = {n: value for n, value in weights.items() if f"{n.removesuffix('.weight')}.qweight" not in packed}
+    save_file({n: v.contiguous() for n, v in (kept | packed).items()}, copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    declared = {"quant_method": method, "bits": 4, "group_size": group}
+    declared |= {"desc_act": False, "checkpoint_format": "gptq_v2" if v2 else "gptq"} if method == "gptq" else {}
+    declared |= {"version": "gemm", "zero_point": True} if method == "awq" else {}
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    return copy
+
+
+def _words(numbers: np.ndarray, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """[R, 8 * C] of numbers below 16 -> i32[R, C]: nibble i of a word is column order[i] of its eight."""
+    words = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
+    for nibble, column in enumerate(order):
+        words |= numbers[:, column::8].astype(np.uint32) << np.uint32(4 * nibble)
+    return torch.from_numpy(words.view(np.int32))

@@ -10,6 +10,7 @@ from llmc.artifacts.hashing import sha256_file
 from llmc.builder.checkpoint.checkpoint import Checkpoint
 from llmc.builder.checkpoint.directory import DirectorySource
 from llmc.builder.checkpoint.gguf_source import GgufSource
+from llmc.builder.checkpoint.packed import PackedSource
 from llmc.builder.checkpoint.quantized import QuantizedSource
 from llmc.builder.checkpoint.source import Source
 
@@ -30,7 +31,7 @@ def open_checkpoint(path: str | Path, sha256: Callable[[Path], str] = sha256_fil
     source: Source
     if path.is_dir():
         folder = DirectorySource(path)
-        source = QuantizedSource(folder, folder.scheme) if folder.scheme else folder
+        source = _unquantized(folder)
     elif path.stat().st_size == 0:
         raise CheckpointError(f"{path}: is an empty file; fetch it again")
     elif path.suffix == ".safetensors" or path.name == "config.json":
@@ -38,3 +39,11 @@ def open_checkpoint(path: str | Path, sha256: Callable[[Path], str] = sha256_fil
     else:
         source = GgufSource(path)
     return Checkpoint(path, source, sha256)
+
+
+def _unquantized(folder: DirectorySource) -> Source:
+    """The folder, or what its quantized weights stand for."""
+    scheme = folder.scheme
+    if scheme is None:
+        return folder
+    return PackedSource(folder, scheme) if scheme.weights == "int4" else QuantizedSource(folder, scheme)

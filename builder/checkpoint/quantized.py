@@ -22,6 +22,7 @@ import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.types import KVScales
+from llmc.builder.checkpoint.packed import METHODS, read_packed_scheme
 from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredLinear, TensorInfo, Texts
 
 #: What may stand beside a weight; none of it is a parameter of the model.
@@ -50,6 +51,8 @@ def read_scheme(where: str, config: Mapping[str, Any], separate: Mapping[str, An
         return _compressed_tensors(where, declared)
     if method == "fp8":
         return Scheme(_FINE_GRAINED, "token", _block(where, "weight_block_size", declared.get("weight_block_size")))
+    if method in METHODS:
+        return read_packed_scheme(where, declared)
     raise _unsupported(where, f"quantization method {method!r}")
 
 
@@ -63,7 +66,8 @@ def _block(where: str, key: str, value: Any) -> tuple[int, int]:
 def _unsupported(where: str, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: the weights are already quantized: {what} is not supported; ModelOpt FP8, compressed-tensors "
-        "float-quantized and fine-grained FP8 are. Build from the unquantized checkpoint, with --fp8 if you like"
+        "float-quantized, fine-grained FP8, GPTQ and AWQ are. Build from the unquantized checkpoint, with --fp8 if you "
+        "like"
     )
 
 
@@ -144,7 +148,9 @@ class QuantizedSource(Source):
         """Where the stored bytes are. Reads the scales of inputs, keys and values (one number a module, or a head)."""
         kv = self._kv_scales()
         if self._scheme.block is not None:
-            return Quantization(self._scheme, kv=kv)
+            high, wide = self._scheme.block
+            reason = f"a scale of it belongs to a block of {high} x {wide}, not to rows"
+            return Quantization(self._scheme, kv=kv, reason=reason)
         linears = {name.rpartition(".")[0]: self._linear(name) for name in self._scales}
         return Quantization(self._scheme, linears, kv)
 

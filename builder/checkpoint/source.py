@@ -36,48 +36,50 @@ class Texts:
 class Scheme:
     """`name` for people. `activations` static, token or (weights only) none. `block`: rows and columns that share a
     scale; None where a scale belongs to a row or to the whole weight. `kv` says that the cache was to be quantized.
+    `weights` fp8|int4: the precision that keeps them. Of INT4: columns of a `group` (-1: all), and `zero_offset`, what
+    stored zero points lack.
     """
 
     name: str
     activations: str
     block: tuple[int, int] | None = None
     kv: bool = False
+    weights: str = "fp8"
+    group: int = 0
+    zero_offset: int = 0
 
 
 @dataclass(frozen=True)
 class StoredLinear:
     """A module's weight as stored: the E4M3 tensor, its scales (f32[N] when read), the scale of its input (None: each
-    token's own).
+    token's own). Of INT4: numbers u4[N,K], scales f16[N,G], zero points u4[N,G].
     """
 
     weight: str
     scale: str
     input_scale: float | None
+    zero: str | None = None
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint's own quantization is. `linears`: module -> what is stored of it; empty where its scales are
-    not by row, and the weights count as plain float32. `kv`: layer -> the scales of its keys and values, where it has
-    them: one number each, or one a KV head.
+    """What a checkpoint's own quantization is. `linears`: module -> what is stored of it; empty where no kernel takes
+    it, for `reason`, and the weights count as plain float32. `kv`: layer -> the scales of its keys and values, where it
+    has them: one number each, or one a KV head.
     """
 
     scheme: Scheme
     linears: Mapping[str, StoredLinear] = field(default_factory=dict)
     kv: Mapping[int, KVScales] = field(default_factory=dict)
+    reason: str = ""
 
     def notes(self, precision: str) -> list[str]:
         """What of it a build of that precision does not take over, in words."""
         scheme, notes = self.scheme, list[str]()
-        if precision != "fp8":
+        if precision != scheme.weights:
             notes.append(f"the checkpoint's {scheme.name} weights count as the numbers that they stand for")
         elif not self.linears:
-            assert scheme.block is not None
-            high, wide = scheme.block
-            notes.append(
-                f"the checkpoint's {scheme.name} is not kept (a scale of it belongs to a block of {high} x {wide}, not "
-                "to rows): its weights are rounded anew"
-            )
+            notes.append(f"the checkpoint's {scheme.name} is not kept ({self.reason}): its weights are rounded anew")
         return notes
 
     def cache_notes(self, kv_dtype: str) -> list[str]:
@@ -133,7 +135,7 @@ class Source(ABC):
         """Rows start:stop of a tensor that `tensors` holds; 0:1 of a scalar is the scalar."""
 
     def stored(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor that `quantization` names: E4M3 bytes of a weight, f32 scales."""
+        """Rows of a tensor that `quantization` names: a weight's numbers, its scales, its zero points."""
         raise AssertionError(f"{self.root} is not quantized: nothing is stored as {name!r}")
 
     def stored_shape(self, name: str) -> tuple[int, ...]:

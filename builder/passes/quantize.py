@@ -11,13 +11,13 @@ magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
 token's largest magnitude / 448, statically by the table, or not at all: then they stay float32.
 int4: of the same layers the weights alone, in groups of 128 columns with a scale and a zero point a row; inputs stay
 float32. What the table did not round is rounded to nearest by the range of each group.
-A checkpoint that is FP8 already keeps its own bytes and scales, also where the model reads several of its tensors as
-one, and what it left alone is bf16.
+A checkpoint that is FP8 (or INT4) already keeps its own numbers and scales, also where the model reads several of its
+tensors as one, and what it left alone is bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,8 +65,10 @@ class Precision:
 
     @property
     def stored(self) -> Mapping[str, StoredLinear]:
-        """Weight tensor -> what the checkpoint holds of it in FP8."""
-        return {} if self.own is None else {entry.weight: entry for entry in self.own.linears.values()}
+        """Weight tensor -> what the checkpoint holds of it in this precision."""
+        if self.own is None or self.own.scheme.weights != self.name:
+            return {}
+        return {entry.weight: entry for entry in self.own.linears.values()}
 
     def ranges(self, path: str) -> Ranges | None:
         """What the table says of a module."""
@@ -91,11 +93,11 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         if recipe is None or not any(isinstance(leaf, Load) for leaf in leaves(recipe)):
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
-        if precision.name == "fp8" and stored:
+        if stored:
             kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe)
             edit.swap(
                 node,
-                _own_fp8(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
+                _own(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
                 if kept
                 else _bf16(view, edit, node),
             )
@@ -110,7 +112,10 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             edit.swap(node, rounded(view, edit, node, precision))
         matched += 1
     if own:
-        notes.append(f"{own} linears keep the FP8 weights and scales of the checkpoint, what it left alone is bf16")
+        notes.append(
+            f"{own} linears keep the {precision.name.upper()} weights and scales of the checkpoint, what it left alone "
+            "is bf16"
+        )
     after = edit.finish()
     return after, report("quantize", graph, after, matched, notes=notes)
 
@@ -168,11 +173,7 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
 
 def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     """The node with an INT4 weight, the scales and the zero points of its groups."""
-    if node.op != "linear":
-        raise UnsupportedError(
-            f"{node.op} @{node.path}: INT4 weights of experts are not supported; build with --fp8 or --dtype bf16"
-        )
-    recipe, kind = weight_recipe(view, node.inputs[1]), view.types[node.inputs[1]]
+    recipe = weight_recipe(view, node.inputs[_WEIGHT[node.op]])
     assert recipe is not None
     ranges = precision.ranges(node.path)
     if ranges is None or ranges.choice is None:
@@ -181,6 +182,16 @@ def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     else:
         names = (weight_name(node.path), "u4"), (scale_name(node.path), "f16"), (zero_name(node.path), "u4")
         parts = tuple(StoredTensor(*name) for name in names)
+    return _grouped(view, edit, node, parts)
+
+
+def _grouped(view: View, edit: Edit, node: Node, parts: Sequence[Recipe]) -> Node:
+    """The node with these numbers, scales and zero points."""
+    if node.op != "linear":
+        raise UnsupportedError(
+            f"{node.op} @{node.path}: INT4 weights of experts are not supported; build with --fp8 or --dtype bf16"
+        )
+    kind = view.types[node.inputs[1]]
     shape = (size_of(kind.shape[0]), groups(size_of(kind.shape[1])))
     types = [TensorType("u4", kind.shape), TensorType("f16", shape), TensorType("u4", shape)]
     made = [edit.param(part, kind, node) for part, kind in zip(parts, types, strict=True)]
@@ -207,13 +218,20 @@ def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe) -> Kep
     where its bytes cannot be taken as they are.
     """
     found = [leaf.name for leaf in leaves(recipe) if leaf.name in stored]
-    kept = keep(recipe, {name: entry.scale for name, entry in stored.items()}) if found else None
+    kept = keep(recipe, {name: _tensors(entry) for name, entry in stored.items()}) if found else None
     if found and kept is None:
         raise UnsupportedError(
-            f"{node.op} @{node.path}: the checkpoint holds {found[0]} in FP8, and the model reads it as {recipe}: its "
-            "bytes cannot be kept; build with --dtype bf16"
+            f"{node.op} @{node.path}: the checkpoint holds {found[0]} quantized, and the model reads it as {recipe}: "
+            "its numbers cannot be kept; build with --dtype bf16"
         )
     return kept
+
+
+def _tensors(entry: StoredLinear) -> tuple[StoredTensor, ...]:
+    """The numbers of a weight, its scales, and of INT4 its zero points."""
+    if entry.zero is None:
+        return StoredTensor(entry.weight, "f8e4m3"), StoredTensor(entry.scale, "f32")
+    return StoredTensor(entry.weight, "u4"), StoredTensor(entry.scale, "f16"), StoredTensor(entry.zero, "u4")
 
 
 def _own_x_scale(stored: Mapping[str, StoredLinear], recipe: Recipe) -> float | None:
@@ -222,11 +240,13 @@ def _own_x_scale(stored: Mapping[str, StoredLinear], recipe: Recipe) -> float | 
     return max((scale for scale in scales if scale is not None), default=None)
 
 
-def _own_fp8(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None, precision: Precision) -> Node:
-    """The node with the checkpoint's bytes and scales."""
+def _own(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None, precision: Precision) -> Node:
+    """The node with the checkpoint's numbers and scales."""
+    if precision.name == "int4":
+        return _grouped(view, edit, node, (kept.weight, *kept.others))
     shape = view.types[node.inputs[_WEIGHT[node.op]]].shape
     weight = edit.param(kept.weight, TensorType("f8e4m3", shape), node)
-    scales = edit.param(kept.scale, TensorType("f32", shape[:-1]), node)
+    scales = edit.param(kept.others[0], TensorType("f32", shape[:-1]), node)
     per_token = precision.own is not None and precision.own.scheme.activations == "token"
     return _quantized(view, edit, node, weight, scales, x_scale, per_token)
 

@@ -8,11 +8,12 @@ import pytest
 
 from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.kept import keep
-from llmc.builder.weights.recipe import parse
+from llmc.builder.weights.recipe import StoredTensor, parse
 from tests.unit.builder.weights_of import Tensors
 
 NAMES = "abcd"
 SCALES = {name: f"{name}_scale" for name in NAMES}
+STORED = {name: (StoredTensor(name, "f8e4m3"), StoredTensor(scale, "f32")) for name, scale in SCALES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,13 @@ def plain(stored: Tensors) -> Tensors:
 )
 def test_bytes_times_scales_are_the_weight(stored: Tensors, plain: Tensors, text: str) -> None:
     recipe = parse(text)
-    kept = keep(recipe, SCALES)
+    kept = keep(recipe, STORED)
     assert kept is not None
-    weight, scale = evaluate(kept.weight, stored), evaluate(kept.scale, stored)
+    weight, scale = evaluate(kept.weight, stored), evaluate(kept.others[0], stored)
     assert weight.dtype == ml_dtypes.float8_e4m3fn
     np.testing.assert_array_equal(weight.astype(np.float32) * scale[..., None], evaluate(recipe, plain))
     assert weight.ndim == kept.rank
-    assert infer(kept.scale, stored.shape).shape == scale.shape == weight.shape[:-1]
+    assert infer(kept.others[0], stored.shape).shape == scale.shape == weight.shape[:-1]
 
 
 @pytest.mark.parametrize(
@@ -68,4 +69,4 @@ def test_bytes_times_scales_are_the_weight(stored: Tensors, plain: Tensors, text
     ],
 )
 def test_what_scales_cannot_follow_is_not_kept(text: str) -> None:
-    assert keep(parse(text), SCALES) is None
+    assert keep(parse(text), STORED) is None

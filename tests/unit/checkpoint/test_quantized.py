@@ -140,7 +140,7 @@ def test_a_static_scheme_needs_its_input_scales(modelopt: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("declared", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}}, "pack-quant"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
