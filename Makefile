@@ -32,7 +32,7 @@ test: check unit
 check: $(INSTALLED) build/tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/*.py
+	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/*.py build/tree/llmc/bench
 	cd build/tree && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 
 unit: $(INSTALLED) $(PLAN)
@@ -71,7 +71,7 @@ $(PLAN): $(MODEL) $(INSTALLED) $(SOURCES)
 build/tree: Makefile
 	mkdir -p build/tree/llmc
 	for room in $(ROOMS); do ln -sfn ../../../$$room build/tree/llmc/$$room; done
-	for file in llmc/*.py; do ln -sfn ../../../$$file build/tree/$$file; done
+	for file in llmc/*.py llmc/bench; do ln -sfn ../../../$$file build/tree/$$file; done
 	touch build/tree
 
 clean:

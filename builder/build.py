@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
-ABI_VERSION = 2
+ABI_VERSION = 3
 SHARED = "weights/shared.bin"
 
 

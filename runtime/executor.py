@@ -95,7 +95,8 @@ class Executor:
     """Runs steps of a plan. Close it, or use it in a `with`; ranks also die with the thread that started them.
 
     `threads` are per rank (default: the usable processors shared out evenly), `kv_bytes` is for all ranks together,
-    `num_blocks` says the same in blocks. `watch` is a descriptor whose hang-up ends a step with ParentGone.
+    `num_blocks` says the same in blocks. `watch` is a descriptor whose hang-up ends a step with ParentGone. With
+    `timed` each launch's time is noted, for `launch_seconds`.
     Raises LlmcError where the plan cannot be loaded here.
     """
 
@@ -109,6 +110,7 @@ class Executor:
         max_num_seqs: int | None = None,
         step_timeout: float = 60.0,
         watch: int | None = None,
+        timed: bool = False,
     ) -> None:
         plan.check_machine()
         manifest, profile = plan.manifest, plan.manifest.profile
@@ -128,6 +130,8 @@ class Executor:
             table_stride=-(-profile.max_seq_len // profile.block_size),
             vocab=manifest.model.vocab_size,
             comm_bytes=manifest.comm_bytes,
+            stamps=max(rank.launches for rank in manifest.ranks) + 1 if timed else 0,
+            ranks=tp,
         )
         #: Rank 0's code, loaded here too: for sampling, and to call the others off.
         self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
@@ -197,6 +201,21 @@ class Executor:
             rank.send(message)
         self._wait(DONE, self.step_timeout)
         return self._memory.logits(counts[2])
+
+    def launch_seconds(self) -> list[np.ndarray]:
+        """f64[launches] of each rank: how long each launch of the last step took, until all threads had done with it.
+
+        Raises ValueError where the executor is not `timed`.
+        """
+        stamps = self._memory.stamps
+        if not stamps.size:
+            raise ValueError("launch_seconds() of an executor that is not timed")
+        ranks = zip(stamps, self.plan.manifest.ranks, strict=True)
+        return [np.diff(row[: rank.launches + 1]) * 1e-9 for row, rank in ranks]
+
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return [rank.process.pid for rank in self._ranks.values()]
 
     def descriptors(self) -> list[int]:
         """What becomes readable between two steps only when a rank has died; `check` then says which."""

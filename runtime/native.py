@@ -10,14 +10,14 @@ import ctypes
 import os
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 _MESSAGE_BYTES = 512
 
 
@@ -56,6 +56,7 @@ class StepStruct(ctypes.Structure):
         ("state_slots", c_void_p),
         ("rows", c_void_p),
         ("logits", c_void_p),
+        ("stamps", c_void_p),
     ]
 
 
@@ -204,6 +205,18 @@ class Library:
         """Makes every rank that waits in `comm`, or will wait, give up with RankFailure."""
         self._dll.llmc_abort(_address(comm, np.uint8, "comm"))
 
+    def read_rate(self, data: np.ndarray, threads: int) -> float:
+        """Bytes a second of reading `data`, u8 from a 64-byte boundary on, once by `threads` threads."""
+        rate = self._dll.llmc_read_rate
+        rate.restype, rate.argtypes = c_double, [c_void_p, c_int64, c_int32]
+        return float(rate(_address(data, np.uint8, "data"), len(data), threads))
+
+    def multiply_rate(self, rounds: int, threads: int) -> float:
+        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread."""
+        rate = self._dll.llmc_multiply_rate
+        rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
+        return float(rate(rounds, threads))
+
     def sampler(self, vocab: int, max_rows: int, max_logprobs: int) -> Sampler:
         """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""
         return Sampler(self._dll, vocab, max_rows, max_logprobs)
@@ -215,12 +228,15 @@ class Engine:
     def __init__(self, dll: ctypes.CDLL, handle: int, memory: RankMemory) -> None:
         self._dll, self._handle, self._memory = dll, handle, memory
 
-    def run(self, step: StepArrays) -> None:
-        """Runs one step and fills this rank's columns of `step.logits`. Raises StepRefused or RankFailure."""
+    def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
+        """Runs one step and fills this rank's columns of `step.logits`. `stamps` i64[launches + 1] is filled with the
+        nanosecond at which each launch began, and at which the last ended. Raises StepRefused or RankFailure.
+        """
         struct = StepStruct(len(step.ids), len(step.context_len), len(step.rows), step.block_tables.shape[1])
         for name in ("ids", "positions", "query_start", "context_len", "block_tables", "state_slots", "rows"):
             setattr(struct, name, _address(getattr(step, name), np.int32, name))
         struct.logits = _address(step.logits, np.float32, "logits")
+        struct.stamps = _address(stamps, np.int64, "stamps")
         code = self._dll.llmc_run(self._handle, ctypes.byref(struct))
         if code == 1:
             raise StepRefused(

@@ -117,10 +117,11 @@ def _load(config: RankConfig) -> tuple[Engine, StepMemory]:
     return engine, memory
 
 
-def _serve(sock: socket.socket, engine: Engine, memory: StepMemory) -> None:
+def _serve(sock: socket.socket, engine: Engine, memory: StepMemory, rank: int) -> None:
+    stamps = memory.stamps[rank] if memory.layout.stamps else None
     sock.send(READY)
     while message := sock.recv(COUNTS.size):
-        engine.run(memory.arrays(*COUNTS.unpack(message)))
+        engine.run(memory.arrays(*COUNTS.unpack(message)), stamps)
         sock.send(DONE)
 
 
@@ -137,7 +138,7 @@ def main(argv: list[str]) -> int:
     try:
         die_with(config.parent)
         engine, memory = _load(config)
-        _serve(sock, engine, memory)
+        _serve(sock, engine, memory, config.rank)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # nobody is there to answer to
     except (LlmcError, StepRefused, RankFailure) as error:

@@ -19,6 +19,7 @@ from llmc.runtime.step import Chunk, StepBatch
 
 C = TypeVar("C", bound=Chunk)
 _PAGE = 4096
+_ITEM_BYTES = {"stamps": 8, "comm": 1}
 #: T, num_seqs, S: what a rank has to be told of a step whose arrays are in place.
 COUNTS = struct.Struct("<3i")
 
@@ -32,9 +33,14 @@ class StepLayout:
     table_stride: int
     vocab: int
     comm_bytes: int
+    #: Times of a step that each rank writes, 0 where steps are not timed; `ranks` of them stand in turn.
+    stamps: int = 0
+    ranks: int = 1
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """Each part's (offset, elements), 4 bytes an element but for comm. Offsets are on page boundaries."""
+        """Each part's (offset, elements), 4 bytes an element but for stamps (8) and comm (1). Offsets are on page
+        boundaries.
+        """
         elements = {
             "ids": self.max_tokens,
             "positions": self.max_tokens,
@@ -44,12 +50,13 @@ class StepLayout:
             "state_slots": self.max_seqs,
             "rows": self.max_seqs,
             "logits": self.max_seqs * self.vocab,
+            "stamps": self.stamps * self.ranks,
             "comm": self.comm_bytes,
         }
         found, offset = {}, 0
         for name, count in elements.items():
             found[name] = offset, count
-            offset += -(-count * (1 if name == "comm" else 4) // _PAGE) * _PAGE
+            offset += -(-count * _ITEM_BYTES.get(name, 4) // _PAGE) * _PAGE
         return found
 
     @property
@@ -68,6 +75,8 @@ class StepMemory:
         self._ints = {name: self._view(name, np.int32) for name in list(layout.places())[:7]}
         self._tables = self._ints["block_tables"].reshape(layout.max_seqs, layout.table_stride)
         self._logits = self._view("logits", np.float32).reshape(layout.max_seqs, layout.vocab)
+        #: i64[ranks, stamps]: when each launch of the last step began, and the last ended, in nanoseconds.
+        self.stamps = self._view("stamps", np.int64).reshape(layout.ranks, layout.stamps)
         #: u8[comm_bytes]: where the ranks' compiled code meets.
         self.comm = self._view("comm", np.uint8)
         # Small writes are several times faster through memoryview than through numpy.

@@ -56,6 +56,7 @@ _EXPORTS = "{ global: llmc_*; local: *; };\n"
 #: The same in every library, beside the generated sources.
 _COMMON = {
     "entry.cpp": (Path(__file__).parent / "entry.cpp").read_text(),
+    "machine.cpp": (Path(__file__).parent / "machine.cpp").read_text(),
     "sampler.cpp": '#include "plugins/sampler/cpu.h"\n',
 }
 

@@ -44,7 +44,10 @@ def _title(lowered: Lowered, program: Program) -> str:
 
 def _header(lowered: Lowered, program: Program) -> str:
     profile = lowered.profile
-    rows = [f"    {{{r.tokens.min}, {r.tokens.max}, {r.rows}, step_{i}}}," for i, r in enumerate(program.ranges)]
+    rows = [
+        f"    {{{r.tokens.min}, {r.tokens.max}, {r.rows}, {len(r.launches)}, step_{i}}},"
+        for i, r in enumerate(program.ranges)
+    ]
     numbers = {
         "kMaxSequences": profile.max_num_seqs,
         "kMaxContext": profile.max_seq_len,
@@ -66,9 +69,9 @@ def _header(lowered: Lowered, program: Program) -> str:
         f"constexpr int kRank = {program.rank}, kRanks = {program.graph.tp};",
         *(f"constexpr int64_t {name} = {value};" for name, value in numbers.items()),
         *(f"void step_{i}(const Ctx& c, int tid);" for i in range(len(rows))),
-        "// Steps of min..max tokens with up to `rows` wanted rows.",
+        "// Steps of min..max tokens with up to `rows` wanted rows, in so many launches.",
         "struct Range {",
-        "  int min, max, rows;",
+        "  int min, max, rows, launches;",
         "  void (*step)(const Ctx&, int);",
         "};",
         "constexpr Range kRanges[] = {",
@@ -91,7 +94,7 @@ def _step(lowered: Lowered, program: Program, code: RangeProgram, number: int) -
     used = sorted({p.offset for launch in code.launches for p in launch.inputs if p.space == "const"})
     body = [_launch(program, launch) for launch in code.launches]
     # Whoever runs the step meets all threads once more when it returns.
-    text = "\n  c.barrier(tid);\n".join(body)
+    text = body[0] + "".join(f"\n  c.next(tid, {i});\n{call}" for i, call in enumerate(body[1:], 1))
     lines = [
         _title(lowered, program),
         f"// Steps of {tokens.min}..{tokens.max} tokens, tuned for {tokens.opt}; {len(body)} launches.",

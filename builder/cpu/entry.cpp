@@ -166,7 +166,9 @@ extern "C" int32_t llmc_run(void* handle, const llmc_step* step) {
     return 1;
   engine.range = range;
   engine.ctx.step = step;
+  if (step->stamps) step->stamps[0] = llmc::clock_ns();
   engine.pool.run(Engine::work, &engine);
+  if (step->stamps) step->stamps[range->launches] = llmc::clock_ns();
   return engine.comm.failed() ? 2 : 0;
 }
 

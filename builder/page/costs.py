@@ -22,11 +22,14 @@ WEIGHT_SPACES = ("weights", "shared")
 
 @dataclass(frozen=True)
 class Step:
-    """One sequence computes `tokens` tokens and then holds `context`; logits are wanted of `rows` of them."""
+    """`sequences` compute `tokens` tokens, as many each, and then hold `context` each; logits are wanted of `rows`
+    tokens.
+    """
 
     tokens: int
     rows: int
     context: int
+    sequences: int = 1
 
     def size(self, kind: TensorType) -> int:
         """Elements of a value."""
@@ -38,9 +41,14 @@ class Step:
 
     def attended(self, window: int | None) -> int:
         """Pairs of a token and a position that it sees."""
-        first = self.context - self.tokens
+        first = self.context - self.each
         lengths = range(first + 1, self.context + 1)
-        return sum(lengths) if window is None else sum(min(n, window) for n in lengths)
+        return self.sequences * (sum(lengths) if window is None else sum(min(n, window) for n in lengths))
+
+    @property
+    def each(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens // self.sequences
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,11 @@ class Cost:
 
 def launch_costs(program: Program, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
     """The cost of each launch, in order."""
-    kv_token = {layer.layer: 2 * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
-                for layer in program.kv_layers}  # fmt: skip
+    # A latent is key and value at once.
+    kv_token = {
+        layer.layer: (1 if layer.latent else 2) * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
+        for layer in program.kv_layers
+    }
     return [_cost(program, launch, step, kv_token) for launch in launches]
 
 
@@ -86,16 +97,17 @@ def _cost(program: Program, launch: Launch, step: Step, kv_token: dict[int, int]
             weights += _touched(program, launch, kind, step)
     activations += sum(map(step.nbytes, node.types))
     kv = 0
-    if node.op == "rope_cache":
+    if node.op in ("rope_cache", "latent_cache"):
         kv = step.tokens * kv_token[node.attrs.layer]
-    elif node.op == "paged_attention":
-        kv = min(step.context, _seen(node.attrs.window, step)) * kv_token[node.attrs.layer]
+    elif node.op in ("paged_attention", "latent_attention"):
+        seen = min(step.context, _seen(getattr(node.attrs, "window", None), step))
+        kv = step.sequences * seen * kv_token[node.attrs.layer]
     return Cost(weights, activations, kv, _FLOPS.get(node.op, _elements)(program, launch, step))
 
 
 def _seen(window: int | None, step: Step) -> int:
     """Positions that any token of the step sees."""
-    return step.context if window is None else window + step.tokens - 1
+    return step.context if window is None else window + step.each - 1
 
 
 def _touched(program: Program, launch: Launch, kind: TensorType, step: Step) -> int:
@@ -128,6 +140,15 @@ def _attention(program: Program, launch: Launch, step: Step) -> int:
     return 4 * step.attended(a.window) * a.heads * a.head_dim
 
 
+def _latent(program: Program, launch: Launch, step: Step) -> int:
+    a = launch.node.attrs
+    return 2 * step.attended(None) * a.heads * (2 * a.latent + a.rope)
+
+
+def _heads(program: Program, launch: Launch, step: Step) -> int:
+    return 2 * step.tokens * prod(int(d) for d in program.types[launch.node.inputs[1]].shape)
+
+
 def _pointwise(program: Program, launch: Launch, step: Step) -> int:
     return launch.node.attrs.expr.count("(") * step.size(launch.node.types[0])
 
@@ -145,7 +166,9 @@ def _norm(program: Program, launch: Launch, step: Step) -> int:
 _FLOPS: dict[str, Callable[[Program, Launch, Step], int]] = {
     "linear": _linear,
     "grouped_linear": _grouped,
+    "head_linear": _heads,
     "paged_attention": _attention,
+    "latent_attention": _latent,
     "pointwise": _pointwise,
     "rms_norm": _norm,
     "layer_norm": _norm,

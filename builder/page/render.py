@@ -36,7 +36,7 @@ _CONTEXT = 1024
 
 def render(plan: Plan, dump: Path | None = None) -> str:
     """The page. Raises PlanError for a plan that this llmc cannot lower, UsageError for a dump of another build."""
-    lowered = _lower(plan)
+    lowered = lower_plan(plan)
     quality = _section(plan, "quality.json")
     report = _section(plan, "report.json")
     stages, layer = read_stages(dump, [p.graph for p in lowered.programs]) if dump is not None else ([], None)
@@ -60,7 +60,8 @@ def render(plan: Plan, dump: Path | None = None) -> str:
     )
 
 
-def _lower(plan: Plan) -> Lowered:
+def lower_plan(plan: Plan) -> Lowered:
+    """The plan's graphs lowered again. Raises PlanError where this llmc cannot read them."""
     m = plan.manifest
     try:
         graphs = [parse_graph(bytes(plan.section(rank.graph)).decode(), attrs_of) for rank in m.ranks]

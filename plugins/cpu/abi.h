@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LLMC_ABI_VERSION 2
+#define LLMC_ABI_VERSION 3
 
 // What a rank keeps for life. All pointers are 64-byte aligned at least.
 typedef struct llmc_rank {
@@ -34,6 +34,7 @@ typedef struct llmc_step {
   const int32_t* state_slots; // [num_seqs] each sequence's slot; no two share one
   const int32_t* rows;        // [S] token index of each wanted row
   float* logits;              // [S, vocab]; each rank writes its own columns
+  int64_t* stamps;            // [launches + 1] when each launch began and the last ended, in ns; NULL: the step is not timed
 } llmc_step;
 
 // One row to sample. Token history is given so that the sampler keeps no state.
@@ -79,6 +80,10 @@ void llmc_abort(uint8_t* comm);
 // top_ids and top_logprobs: [n, top_stride], filled for rows with num_logprobs > 0, best first.
 void llmc_sample(const float* logits, int32_t n, int32_t vocab, const llmc_sampling* params, llmc_sampled* out,
                  int32_t* top_ids, float* top_logprobs, int32_t top_stride, float* scratch, int32_t* scratch_ids);
+// This machine's limits, as this code's instructions and this many threads reach them: bytes a second of reading `bytes`
+// bytes at `data` (64-byte aligned) once, and floating-point operations a second of `count` rounds of multiply-adds.
+double llmc_read_rate(const uint8_t* data, int64_t bytes, int32_t threads);
+double llmc_multiply_rate(int64_t count, int32_t threads);
 #ifdef __cplusplus
 }
 #endif

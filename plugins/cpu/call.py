@@ -7,8 +7,8 @@ A call is emitted as
     <function>(c, tid, <args>);
 
 inside `namespace llmc`, in `static void step_r0(const Ctx& c, int tid)`, which all threads of a rank run at once. After
-it every thread meets in `c.barrier(tid)`: a kernel leaves without one. The emitter knows for each graph value a typed
-pointer, the distance of its rows in elements and each symbol's value, and needs to know nothing about operators:
+it every thread meets in `c.next(tid, n)`: a kernel leaves without a barrier. The emitter knows for each graph value a
+typed pointer, the distance of its rows in elements and each symbol's value, and needs to know nothing about operators:
 
     Pointer("in", i)     (const T*) input i, T = C_TYPES[dtype]       Pointer("out", j)    (T*) output j
     RowStride("in", i)   int64_t, elements between rows of input i    RowStride("out", j)  the same of output j

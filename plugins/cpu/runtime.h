@@ -4,7 +4,16 @@
 #include "plugins/cpu/pool.h"
 #include "plugins/cpu/rank_barrier.h"
 
+#include <ctime>
+
 namespace llmc {
+
+// Nanoseconds of a clock that only goes forward.
+inline int64_t clock_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
 
 // Where each thread's part of the scratch starts: whole pages, so that threads share no cache line and no prefetch.
 constexpr int64_t kScratchAlign = 4096;
@@ -22,6 +31,11 @@ struct Ctx {
 
   // All threads of the rank have come here; what they wrote before is visible after.
   void barrier(int tid) const { pool->barrier(tid); }
+  // The same between two launches of a step; number `launch` comes next. A step that nobody times pays one branch.
+  void next(int tid, int launch) const {
+    barrier(tid);
+    if (tid == 0 && step->stamps) step->stamps[launch] = clock_ns();
+  }
   uint8_t* scratch() const { return scratch_memory; }
   uint8_t* scratch(int tid) const { return scratch_memory + shared_scratch + tid * thread_scratch; }
 };

@@ -18,7 +18,7 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.dump import DumpFolder
 from llmc.builder.page.arena import blocks
 from llmc.builder.page.costs import Cost, Step, launch_costs
-from llmc.builder.page.render import _lower, render
+from llmc.builder.page.render import lower_plan, render
 from llmc.builder.page.stages import read_stages
 from llmc.builder.verdict import Verdict
 from llmc.cli import main
@@ -123,7 +123,7 @@ def test_errors_of_rounded_tensors_stand_beside_them(built: tuple[Plan, Path]) -
 
 
 def test_arenas_hold_all_values_and_none_in_the_way_of_another(built: tuple[Plan, Path]) -> None:
-    for program in _lower(built[0]).programs:
+    for program in lower_plan(built[0]).programs:
         for span in program.ranges:
             values = blocks(program, span)
             assert max(v.offset + v.nbytes for v in values) <= span.arena_bytes
@@ -135,7 +135,7 @@ def test_arenas_hold_all_values_and_none_in_the_way_of_another(built: tuple[Plan
 
 
 def test_costs_are_those_of_the_shapes(built: tuple[Plan, Path]) -> None:
-    program = _lower(built[0]).programs[0]
+    program = lower_plan(built[0]).programs[0]
     launches = program.ranges[-1].launches
     step = Step(tokens=10, rows=1, context=10)
     found = zip(launches, launch_costs(program, launches, step), strict=True)
@@ -151,11 +151,16 @@ def test_costs_are_those_of_the_shapes(built: tuple[Plan, Path]) -> None:
     assert costs["embedding", "model.embed_tokens"].weights == 10 * 72 * 2
     assert Step(1, 1, 100).attended(None) == 100
     assert Step(4, 1, 10).attended(8) == 7 + 8 + 8 + 8
+    three = Step(tokens=3, rows=3, context=10, sequences=3)
+    assert three.attended(None) == 3 * 10
+    batch = {(a.node.op, a.node.path): c for a, c in zip(launches, launch_costs(program, launches, three), strict=True)}
+    assert batch["paged_attention", "model.layers.0.self_attn"].kv == 3 * attention.kv
+    assert batch["linear", "lm_head"].flops == 3 * head.flops
 
 
 def test_stages_show_what_came_and_went(built: tuple[Plan, Path]) -> None:
     plan, dump = built
-    stages, layer = read_stages(dump, [p.graph for p in _lower(plan).programs])
+    stages, layer = read_stages(dump, [p.graph for p in lower_plan(plan).programs])
     assert layer == 0
     shown = {stage.label.partition("-")[2]: stage for stage in stages}
     merge = shown["merge_qkv"]

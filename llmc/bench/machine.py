@@ -1,0 +1,83 @@
+"""The limits of this machine: how fast it reads memory and multiplies, by the number of threads.
+
+Comes in: an engine's library, which has both measurements in it. Goes out: `Limits`. Must not know: models, plans.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmc.runtime.machine import available_memory
+from llmc.runtime.native import Library
+
+#: Bytes that are read: far more than caches hold.
+_LEAST_BYTES = 256 << 20
+_CACHES = 4  # times the largest cache
+_ROUNDS = 4_000_000  # of multiply-adds: some ten milliseconds
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What so many threads reach together: bytes read a second, floating-point operations (fp32) a second."""
+
+    threads: int
+    reads: float
+    flops: float
+
+
+@dataclass
+class Limits:
+    """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike."""
+
+    library: Library
+    threads: int
+    _seen: dict[int, list[Rates]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = min(max(_LEAST_BYTES, _CACHES * _largest_cache()), max(available_memory() // 4, 1 << 20))
+        raw = np.ones(size + 64, np.uint8)  # written: pages of zeros would all be one
+        start = -raw.ctypes.data % 64
+        self._data = raw[start : start + size]
+
+    def measure(self) -> None:
+        """One more measurement, of one thread and of all."""
+        for threads in dict.fromkeys((1, self.threads)):
+            reads = self.library.read_rate(self._data, threads)
+            flops = self.library.multiply_rate(_ROUNDS, threads)
+            self._seen.setdefault(threads, []).append(Rates(threads, reads, flops))
+
+    def rates(self) -> list[Rates]:
+        """The medians, of one thread and of all."""
+        median = statistics.median
+        return [Rates(n, median(r.reads for r in s), median(r.flops for r in s)) for n, s in self._seen.items()]
+
+    @property
+    def all(self) -> Rates:
+        """Of all threads."""
+        return self.rates()[-1]
+
+
+def _largest_cache() -> int:
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
+
+
+def cpu_name() -> str:
+    """As the processor calls itself."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def held_bytes(pid: int) -> int:
+    """Bytes of memory that a process holds now; what it shares with others counts in equal parts (Pss)."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no Pss")

@@ -1,0 +1,273 @@
+"""`llmc bench`: which works are timed, in what order, what they must cost, and what is printed and drawn of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmc.artifacts.errors import EnvironmentFault, PlanError, UsageError
+from llmc.artifacts.plan import Plan
+from llmc.bench import llama_cpp
+from llmc.bench.engine import engine
+from llmc.bench.machine import Rates
+from llmc.bench.peer import parse_peer, peer
+from llmc.bench.picture import Axis, Box, Point, _labels, draw
+from llmc.bench.roofline import Costs, bound
+from llmc.bench.run import Report, SystemRow, run
+from llmc.bench.work import Timing, Work, measure, prompt, works
+from llmc.builder.build import Progress, compile_plan
+from llmc.builder.checkpoint import open_checkpoint
+from llmc.builder.options import BuildOptions
+from llmc.builder.page.costs import Cost
+from llmc.builder.verdict import Verdict
+from llmc.cli import main
+from tests.models import save_checkpoint
+
+torch.set_num_threads(1)
+RATES = Rates(2, 10e9, 100e9)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("bench") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def plan(checkpoint: Path) -> Path:
+    """A tiny model at bf16 on two ranks."""
+    path = checkpoint.parent / "tiny.plan"
+    options = BuildOptions(precision="bf16", tp=2)
+    compile_plan(open_checkpoint(checkpoint), options, None, path, Progress(), lambda path: Verdict({}, {}))
+    return path
+
+
+class Fake:
+    """A system that notes what it is asked."""
+
+    load = 0.5
+
+    def __init__(self, name: str, log: list[tuple[str, str, int]]) -> None:
+        self.name, self._log = name, log
+
+    def run(self, work: Work, steps: int) -> float:
+        self._log.append((self.name, work.kind, steps))
+        return float(len(self._log))
+
+    def memory(self) -> int:
+        return 1
+
+
+def test_chosenare_lowered_to_the_plan_and_none_comes_twice() -> None:
+    found = works((1, 4, 64), (128, 2048, 8192), (512,), max_num_seqs=8, longest=1000)
+    assert [work.name for work in found] == [
+        "prefill 512",
+        "decode batch 1, context 128",
+        "decode batch 4, context 128",
+        "decode batch 8, context 128",
+        "decode batch 1, context 1000",
+    ]
+    assert [work.tokens for work in found] == [512, 1, 4, 8, 1]
+
+
+def test_systems_take_turns_and_the_first_round_does_not_count() -> None:
+    log: list[tuple[str, str, int]] = []
+    rounds: list[int] = []
+    chosen = [Work("prefill", 1, 8), Work("decode", 2, 8)]
+    found = measure([Fake("a", log), Fake("b", log)], chosen, 2, 5, lambda: rounds.append(len(log)))
+    kinds = [("a", "prefill"), ("b", "prefill"), ("a", "decode"), ("b", "decode")]
+    assert [entry[:2] for entry in log] == kinds * 3
+    assert [entry[2] for entry in log] == [1] * 4 + [5] * 8
+    assert rounds == [0, 4, 8]
+    decode = next(t for t in found if (t.system, t.work.kind) == ("b", "decode"))
+    assert decode.seconds == (8.0, 12.0)
+    assert decode.rate == (2 / 10, 2 / 12, 2 / 8)
+
+
+def test_a_bound_is_the_longer_of_reads_and_flops() -> None:
+    read = bound(Cost(weights=900, activations=10**9, kv=100, flops=1000), RATES)
+    assert (read.reads, read.by, read.seconds) == (1000, "reads", 1000 / 10e9)
+    multiplied = bound(Cost(weights=900, kv=100, flops=100_000), RATES)
+    assert (multiplied.by, multiplied.seconds) == ("FLOPs", 1e-6)
+    assert multiplied.share(4e-6) == 0.25
+
+
+def test_costs_of_a_plan(plan: Path) -> None:
+    costs = Costs(Plan.open(plan))
+    one, four = costs.of(Work("decode", 1, 64)), costs.of(Work("decode", 4, 64))
+    layer = 9 * 8 * 72 + 2 * 3 * 8 * 72 + 72 * 9 * 8 + 3 * 100 * 72  # q, k and v, o, gate, up and down
+    assert one.flops > 2 * (2 * layer + 72 * 300)
+    assert one.flops < 2.5 * (2 * layer + 72 * 300)
+    assert four.flops == 4 * one.flops
+    assert four.kv == 4 * one.kv
+    assert four.weights < 1.1 * one.weights  # read once; only rows of the embedding are more
+    # A prompt in two steps reads all weights twice, and costs no more operations than in one but for its logits.
+    most = Plan.open(plan).manifest.profile.max_num_batched_tokens
+    assert costs._steps(Work("prefill", 1, most + 8))[1].tokens == 8
+    assert [step.rows for step in costs._steps(Work("prefill", 1, most + 8))] == [0, 1]
+
+
+def test_costs_refuse_a_plan_that_is_lowered_otherwise(plan: Path) -> None:
+    opened = Plan.open(plan)
+    rank = opened.manifest.ranks[0]
+    object.__setattr__(rank, "launches", rank.launches + 1)
+    with pytest.raises(PlanError, match=r"tiny\.plan: rank 0 has \d+ launches.*rebuild the plan"):
+        Costs(opened)
+
+
+def test_an_engine_is_timed_launch_by_launch(plan: Path) -> None:
+    work = Work("decode", 3, 40)
+    with engine(plan, [work], 4, threads=1, timed=True) as system:
+        seconds = system.run(work, 4)
+        ranks = system.launch_seconds()
+        assert system.memory() > 1 << 20
+    assert [len(times) for times in ranks] == [rank.launches for rank in Plan.open(plan).manifest.ranks]
+    assert all(time >= 0 for times in ranks for time in times)
+    assert 0 < sum(ranks[0]) < 100 * seconds
+    rows = Costs(Plan.open(plan)).operators(work, ranks[0])
+    assert sum(row.launches for row in rows) == len(ranks[0])
+    assert sum(row.seconds for row in rows) == pytest.approx(sum(ranks[0]))
+    assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
+    assert any(row.op == "linear" and row.cost.weights > 0 for row in rows)
+
+
+def test_an_engine_that_is_not_timed_has_no_times(plan: Path) -> None:
+    with engine(plan, [Work("prefill", 1, 8)], 1, threads=1) as system, pytest.raises(ValueError, match="not timed"):
+        system.launch_seconds()
+
+
+def test_the_engine_knows_the_machine(plan: Path) -> None:
+    with engine(plan, [Work("prefill", 1, 8)], 1, threads=1) as system:
+        raw = np.ones((16 << 20) + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        reads = system.library.read_rate(raw[start : start + (16 << 20)], 2)
+        flops = system.library.multiply_rate(100_000, 1)
+    assert 1e8 < reads < 1e13
+    assert 1e9 < flops < 1e13
+
+
+def test_a_run_as_json_and_as_a_picture(plan: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "roofline.svg"
+    options = ["--prefill", "32", "--batch", "1,2", "--context", "64", "--repeats", "1", "--decode-tokens", "2"]
+    done = CliRunner().invoke(main, ["bench", str(plan), *options, "--plot", str(picture), "--json"])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.output)
+    assert data["limits"][-1]["reads"] > 0
+    assert [(w["kind"], w["batch"], w["context"]) for w in data["works"]] == [
+        ("prefill", 1, 32),
+        ("decode", 1, 128),
+        ("decode", 2, 128),
+        ("decode", 1, 64),
+    ]
+    for work in data["works"]:
+        assert work["share_of_bound"] > 0
+        assert work["tokens_per_second"]["min"] <= work["tokens_per_second"]["median"]
+    assert [table["kind"] for table in data["operators"]] == ["prefill", "decode"]
+    texts = [element.text for element in ElementTree.parse(picture).iter() if element.text]
+    assert any(re.match(r"decode batch 2, context 128 · \d+%", text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--against", "llama.cpp"], "--against llama.cpp=PATH"),
+        (["--against", "vllm=x"], "'vllm' is not one of"),
+        (["--against", "llama.cpp=/nowhere.gguf"], "/nowhere.gguf does not exist"),
+        (["--model", "x"], "--model is for --against transformers"),
+        (["--plot", "picture.png"], "ends in .svg"),
+        (["--batch", "1,two"], "not a list of numbers"),
+        (["--prefill", "", "--batch", "", "--context", ""], "nothing to time"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(plan: Path, options: list[str], words: str) -> None:
+    done = CliRunner().invoke(main, ["bench", str(plan), *options])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+
+
+def test_peers_by_name(tmp_path: Path) -> None:
+    assert parse_peer(f"llama.cpp={tmp_path}", None) == ("llama.cpp", tmp_path)
+    assert parse_peer("transformers", tmp_path) == ("transformers", tmp_path)
+    with pytest.raises(UsageError, match="or --model"):
+        parse_peer("transformers", None)
+
+
+def test_transformers_beside_the_plan(plan: Path, checkpoint: Path) -> None:
+    chosen = [Work("prefill", 1, 16), Work("decode", 2, 16)]
+    report = run(plan, chosen, [("transformers", checkpoint)], repeats=1, steps=2)
+    assert [row.name for row in report.systems] == ["llmc bf16 tp 2", "transformers fp32 eager"]
+    assert {(t.system, t.work) for t in report.timings} == {(r.name, w) for r in report.systems for w in chosen}
+    assert all(t.median > 0 for t in report.timings)
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [("", "not laid out as in .*'n_ctx': 511"), ("llama_decode", "exports no llama_decode")],
+)
+def test_another_llama_cpp_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, words: str
+) -> None:
+    """Instead of reading a struct that has changed."""
+    package = tmp_path / "xllamacpp"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    names = set(llama_cpp._SIGNATURES) - {"llama_context_default_params", without}
+    code = "void llama_context_default_params(int *p) { p[0] = 511; }\n"
+    code += "".join(f"void {name}(void) {{}}\n" for name in sorted(names))
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(package / "xllamacpp.abi3.so")]
+    subprocess.run(command, input=code, text=True, check=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EnvironmentFault, match=rf"^llama\.cpp: .*{words}"), peer("llama.cpp", tmp_path, 1):
+        pass
+
+
+def test_prompts_have_no_short_period() -> None:
+    ids = prompt(1000, 5003)
+    assert len(set(ids)) == 1000
+    assert min(ids) >= 3
+    assert max(ids) < 5003
+
+
+def test_an_axis_is_logarithmic() -> None:
+    axis = Axis(1, 100, 0, 200)
+    assert [axis.at(value) for value in (1, 10, 100)] == [0, 100, 200]
+    assert [(text, whole) for _, text, whole in axis.ticks()] == [
+        ("1", True), ("2", False), ("5", False), ("10", True), ("20", False), ("50", False), ("100", True)
+    ]  # fmt: skip
+
+
+def test_labels_keep_off_each_other_and_the_points() -> None:
+    points = [Point("decode", 300 + 7 * i, 300 + 5 * i, 200, f"decode batch {i}, context 128 · 50%") for i in range(9)]
+    labels = _labels(points, [])
+    boxes = [Box(label.x, label.y - 11, len(label.text) * 6.5, 15) for label in labels]
+    dots = [Box(point.x - 5, point.y - 5, 10, 10) for point in points]
+    assert len(boxes) == 9
+    for i, box in enumerate(boxes):
+        assert box.inside()
+        assert not any(box.meets(other) for other in boxes[:i] + dots)
+
+
+def test_the_picture_names_the_roofs() -> None:
+    chosen = [Work("prefill", 1, 512), Work("decode", 1, 128)]
+    bounds = {
+        chosen[0]: bound(Cost(weights=10**8, flops=10**11), RATES),
+        chosen[1]: bound(Cost(10**8, 0, 0, 10**8), RATES),
+    }
+    timings = tuple(Timing("llmc fp8", work, (2 * limit.seconds,)) for work, limit in bounds.items())
+    systems = (SystemRow("llmc fp8", 0.1, 1),)
+    text = draw(Report("m<1>", "cpu", (Rates(1, 6e9, 50e9), RATES), systems, timings, bounds, ()))
+    words = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter())
+    for word in (
+        "m<1>, llmc fp8",
+        "reads 10.0 GB/s, 2 threads",
+        "multiply-adds 50 GFLOP/s, 1 thread",
+        "prefill 512 · 50%",
+    ):
+        assert word in words
