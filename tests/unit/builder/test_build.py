@@ -86,9 +86,10 @@ def test_a_dry_run_says_beforehand_what_the_build_takes(
     assert dry_run(checkpoint, OPTIONS) == built[0].memory
 
 
-def test_a_dry_run_of_fp8_needs_no_calibration(checkpoint: Checkpoint) -> None:
-    memory = dry_run(checkpoint, BuildOptions(precision="fp8", tp=1))
-    assert memory.precision == "fp8"
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_a_dry_run_needs_no_calibration(checkpoint: Checkpoint, precision: str) -> None:
+    memory = dry_run(checkpoint, BuildOptions(precision=precision, tp=1))
+    assert memory.precision == precision
     assert memory.comm_bytes == memory.shared_bytes == 0
     assert memory.weights_bytes < dry_run(checkpoint, BuildOptions(precision="fp32", tp=1)).weights_bytes
 
