@@ -48,7 +48,9 @@ _OF_STOP_AFTER = frozenset(
     help="INT4 weights in groups of 128, calibrated; activations stay float32, the output head bf16.",
 )
 @click.option(
-    "--dtype", type=click.Choice(PRECISIONS), help="How weights are stored. Default: bf16, or as in an FP8 checkpoint."
+    "--dtype",
+    type=click.Choice(PRECISIONS),
+    help="How weights are stored. Default: bf16, or as a quantized checkpoint has them.",
 )
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor-parallel ranks.")
 @click.option(

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """`calib`: a table (.json), or data to calibrate with (.txt, .jsonl, a folder); `activations` token|static|none;
-    `budget`: linear layers take at most so many times the bytes of pure FP8. None: the table's own, or the default,
-    which for activations is `usual`, the target's. `cache`: a table that was made before is taken again.
+    """The options of an FP8 build; of an INT4 build `calib` alone. `calib`: a table (.json), or data to calibrate with
+    (.txt, .jsonl, a folder); `activations` token|static|none; `budget`: linear layers take at most so many times the
+    bytes of pure FP8. None: the table's own, or the default, which for activations is `usual`, the target's. `cache`: a
+    table that was made before is taken again.
     """
 
     calib: Path | None = None
