@@ -19,6 +19,8 @@ from llmc.runtime.executor import Executor
 from llmc.runtime.step import Chunk, StepBatch
 
 GOLDEN = "golden.json"
+#: Seconds that a step may take: nobody waits for an answer, and a plan larger than memory is read anew in each.
+PATIENCE = 3600.0
 
 
 class Probe:
@@ -28,7 +30,7 @@ class Probe:
         self.plan = plan if isinstance(plan, Plan) else Plan.open(plan)
         profile = self.plan.manifest.profile
         count = -(-profile.max_seq_len // profile.block_size)
-        self._executor = Executor(self.plan, threads=threads, num_blocks=count)
+        self._executor = Executor(self.plan, threads=threads, num_blocks=count, step_timeout=PATIENCE)
         self._blocks = array("i", range(count))
         #: The largest step whose every token may have its logits taken.
         self.max_chunk = min(profile.max_num_batched_tokens, profile.max_num_seqs)
