@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -123,10 +124,12 @@ class Library:
         tokens: int = 0,
         rows: int = 0,
         repeat: int = 1,
+        call: Callable[[Any, Any], int] = lambda function, request: int(function(request)),
         **fields: int,
     ) -> None:
         """Inputs and outputs as numpy arrays; a row stride is theirs. The last axis must be contiguous. Of `repeat`
-        runs each reads input 1 `advance` bytes further on; `seconds` is the address of their times.
+        runs each reads input 1 `advance` bytes further on; `seconds` is the address of their times. `call` is given the
+        compiled function and what to call it with.
         """
         request = Request(threads=threads, T=tokens, S=rows, repeat=repeat, tp=1)
         request.shared, request.per_thread = self.calls[index].scratch.shared, self.calls[index].scratch.per_thread
@@ -139,4 +142,4 @@ class Library:
                 strides[i] = value.strides[0] // value.itemsize if value.ndim > 1 else 1
         for name, value in fields.items():
             setattr(request, name, value)
-        assert self._library[f"call_{index}"](ctypes.byref(request)) == 0
+        assert call(self._library[f"call_{index}"], ctypes.byref(request)) == 0
