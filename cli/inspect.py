@@ -109,12 +109,13 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
     m = plan.manifest
     ranges = ", ".join(f"{r.min}-{r.max}" for r in m.profile.token_ranges)
+    scales = f" (scales: {m.build.config['kv_scales']})" if "kv_scales" in m.build.config else ""
     rows = [
         ("digest", plan.digest),
         ("model", f"{m.model.name} ({m.model.architecture}, {m.model.num_parameters / 1e6:.1f} M parameters)"),
         ("checkpoint", f"{m.checkpoint.digest} ({m.checkpoint.format}, {len(m.checkpoint.files)} files)"),
         ("target", f"{m.target.kind}:{m.target.isa} ({', '.join(m.target.features)})"),
-        ("precision", f"{m.build.precision}, KV cache {m.build.kv_dtype}, tp {m.build.tp}"),
+        ("precision", f"{m.build.precision}, KV cache {m.build.kv_dtype}{scales}, tp {m.build.tp}"),
         ("profile", f"{m.profile.name}: steps of {ranges} tokens, {m.profile.max_num_seqs} sequences"),
         ("max_seq_len", f"{m.profile.max_seq_len} (outside: {m.profile.outside}), blocks of {m.profile.block_size}"),
         (

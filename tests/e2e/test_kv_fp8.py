@@ -16,6 +16,8 @@ from llmc.cli import reproduce
 from tests.models import save_checkpoint
 from tests.quantized import save_compressed
 
+pytestmark = pytest.mark.timeout(900)
+
 LOOSE = "ppl=5%,kl=0.05,top1=0.6,cosine=0.95,greedy=0.5"  # of a model without training: its logits are flat
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import TensorType
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.paged_attention import Attrs, infer
 from llmc.plugins.paged_attention import cpu as paged_cpu
@@ -63,7 +63,8 @@ class Shape:
     def launch(self) -> Launch:
         size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, BLOCK_SIZE, self.kv_dtype)
         env = KernelEnv((1, 4096), (1, 64), 1, BLOCK_SIZE, self.kv_dtype, size, {0: 0}, 64, self.context)
-        attrs = Attrs(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+        scales = ((0.25,) * self.kv_heads, (0.5,) * self.kv_heads) if self.kv_dtype == "f8e4m3" else None
+        attrs = Attrs(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, kv_scales=scales)
         inputs = (TensorType("f32", ("T", self.heads, self.head_dim)),)
         return Launch(paged_cpu.launch(attrs, inputs, infer(attrs, inputs), env), inputs, infer(attrs, inputs))
 
@@ -72,6 +73,10 @@ SHAPES = [
     *(Shape(f"decode 1x8192, {h} heads on {k}, {d}", h, k, d, "bf16", 8192, 1) for h, k, d in ((3, 1, 64), (9, 3, 64))),
     Shape("decode 1x8192, 9 heads on 3, 64", 9, 3, 64, "f32", 8192, 1),
     Shape("decode 1x8192, 32 heads on 8, 128", 32, 8, 128, "bf16", 8192, 1),
+    *(
+        Shape(f"decode 1x8192, {h} heads on {k}, {d}", h, k, d, "f8e4m3", 8192, 1)
+        for h, k, d in ((9, 3, 64), (32, 8, 128))
+    ),
     Shape("decode 1x512, 9 heads on 3, 64", 9, 3, 64, "bf16", 512, 1),
     Shape("prefill 512, 9 heads on 3, 64", 9, 3, 64, "bf16", 512, 512),
     Shape("prefill 512, 9 heads on 3, 64", 9, 3, 64, "f32", 512, 512),
@@ -107,7 +112,7 @@ def measure(index: int, launches: list[Launch], isa: str, threads: int, repeat: 
     blocks = shape.context // BLOCK_SIZE
     copies = max(1, 2**28 // shape.kv_bytes()) if shape.tokens == 1 else 1
     kv = aligned(np.zeros(shape.kv_bytes() * copies, np.uint8))
-    kv.view(np.float32 if shape.kv_dtype == "f32" else np.uint16)[:] = 1 if shape.kv_dtype == "f32" else 0x3F80
+    kv.view(NUMPY_DTYPES[shape.kv_dtype])[:] = 1
     tables = rng.permutation(blocks * copies).astype(np.int32).reshape(copies, 1, blocks)
     q = rng.standard_normal((shape.tokens, shape.heads, shape.head_dim)).astype(np.float32)
     out = np.zeros((shape.tokens, shape.heads * shape.head_dim), np.float32)
