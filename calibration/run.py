@@ -43,7 +43,7 @@ _RECIPE = (
 )
 #: Samples of the calibration and tokens of each, unless activations would take more memory than this.
 _SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20
-#: Of SmolLM2-135M three layers of 210 cause a quarter of what INT4 costs; they are kept for 3 % more bytes.
+#: Of SmolLM2-135M three linears of 210 are kept for it, and KL falls from 0.106 to 0.094.
 _INT4_BUDGET = 1.03
 #: One sample in so many is enough to tell which modules are sensitive.
 _SENSITIVITY = 4
