@@ -78,6 +78,8 @@ def test_what_cannot_be_is_refused_with_a_remedy(model: Path, tmp_path: Path) ->
         flow.build(model, tmp_path / "a.plan", kv_dtype="int8")
     with pytest.raises(UsageError, match=r"--calib t\.json: a table has ranges of linear layers"):
         flow.build(model, tmp_path / "a.plan", precision="bf16", kv_dtype="fp8", calib="t.json")
+    with pytest.raises(UsageError, match="--kv-cache-dtype fp8: fuse_attention, which needs it, does not run before"):
+        flow.dump_passes(model, tmp_path / "dump", "canonicalize", precision="bf16", kv_dtype="fp8")
     latent = save_checkpoint(tmp_path / "latent", "deepseek_v3")
     with pytest.raises(UnsupportedError, match="latent attention is f32 or bf16, not fp8"):
         flow.plan_memory(latent, precision="bf16", tp=1, profile="chat", target="cpu", kv_dtype="fp8")
