@@ -1,7 +1,7 @@
 # make demo    install, fetch a real model, compile it, ask it a question
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
-# make bench   speed beside Hugging Face transformers in the same run
+# make bench   speed beside llama.cpp in the same run, as a table in build/bench.md
 # make memory  peak memory of building and calibrating a random checkpoint of 8 GB
 
 SHELL := /bin/bash
@@ -18,6 +18,8 @@ INSTALLED := $(VENV)/.installed
 MODEL := build/model/SmolLM2-135M-Instruct.Q4_1.gguf
 PLAN := build/smollm2.plan
 REPORT := build/smollm2.build.json
+BENCH_PLANS := build/bench-fp8.plan build/bench-bf16.plan
+PEER_MODELS := $(foreach kind,Q8_0 F16,build/model/SmolLM2-135M-Instruct.$(kind).gguf)
 ROOMS := artifacts plugins profiles builder calibration runtime cli
 SOURCES := $(shell find llmc artifacts plugins profiles builder calibration -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.yaml')
 
@@ -38,8 +40,23 @@ check: $(INSTALLED) build/tree
 unit: $(INSTALLED) $(PLAN)
 	LLMC_TEST_MODEL=$(abspath $(MODEL)) LLMC_TEST_PLAN=$(abspath $(PLAN)) $(BIN)/python -m pytest
 
-bench: $(PLAN)
-	$(BIN)/llmc bench $(PLAN) --against transformers --model $(MODEL)
+# One rank on all processors: how a single machine is served fastest. Minutes; nothing else should run meanwhile.
+bench: $(BENCH_PLANS) $(PEER_MODELS) $(VENV)/.bench
+	$(BIN)/python -m tests.perf.peers $(BENCH_PLANS) $(addprefix --against llama.cpp=,$(PEER_MODELS)) --out build/bench.md
+	$(BIN)/llmc bench $(firstword $(BENCH_PLANS)) --plot build/roofline.svg
+
+$(VENV)/.bench: $(INSTALLED)
+	$(BIN)/python -m pip install -q -e '.[bench]'
+	touch $@
+
+build/bench-fp8.plan: $(MODEL) $(INSTALLED) $(SOURCES)
+	$(BIN)/llmc build --model $(MODEL) --fp8 -o $@
+
+build/bench-bf16.plan: $(MODEL) $(INSTALLED) $(SOURCES)
+	$(BIN)/llmc build --model $(MODEL) -o $@
+
+$(PEER_MODELS): $(MODEL) tests/perf/requantize.py
+	$(BIN)/python -m tests.perf.requantize $(MODEL) $(patsubst .%,%,$(suffix $(basename $@))) $@
 
 # Takes a while and about 21 GB of disk in the folder of temporary files.
 memory: $(INSTALLED)

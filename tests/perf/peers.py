@@ -1,0 +1,117 @@
+"""Times plans and peers in turn, several times over, and writes the table of the README.
+
+    python -m tests.perf.peers build/smollm2-fp8.plan build/smollm2-bf16.plan \
+        --against llama.cpp=build/model/SmolLM2-135M-Instruct.Q8_0.gguf --out build/bench.md [--readme README.md]
+
+All systems hold their models at once and take turns at every work, so that a busy moment meets all of them. Rates are
+medians with the least and the most; a ratio is to the best peer at that work. With `--readme` the table also replaces
+what stands there between the lines `<!-- bench -->` and `<!-- /bench -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from llmc.artifacts.plan import Plan
+from llmc.bench.engine import EngineSystem, engine
+from llmc.bench.machine import Limits, Rates, cpu_name
+from llmc.bench.peer import PeerSystem, parse_peer, peer
+from llmc.bench.roofline import Bound, Costs, bound
+from llmc.bench.work import Timing, Work, measure, works
+from llmc.runtime.machine import usable_cpus
+
+BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
+
+
+def table(
+    plans: Sequence[EngineSystem],
+    peers: Sequence[PeerSystem],
+    timings: Sequence[Timing],
+    limits: Rates,
+    repeats: int,
+) -> str:
+    """Markdown: a row a work, a column a system, for each plan its share of the bound and its ratio."""
+    by_key = {(timing.system, timing.work): timing for timing in timings}
+    chosen = list(dict.fromkeys(timing.work for timing in timings))
+    bounds: dict[str, dict[Work, Bound]] = {}
+    for system in plans:
+        costs = Costs(system.plan)
+        bounds[system.name] = {work: bound(costs.of(work), limits) for work in chosen}
+    head = ["tokens a second"]
+    for system in plans:
+        head += [system.name, "of its bound", *(["to the best peer"] if peers else [])]
+    head += [system.name for system in peers]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for work in chosen:
+        row = [work.name]
+        best = min((by_key[system.name, work].median for system in peers), default=None)
+        for system in plans:
+            timing = by_key[system.name, work]
+            row += [_rate(timing), f"{bounds[system.name][work].share(timing.median):.0%}"]
+            row += [f"{best / timing.median:.2f}x"] if best is not None else []
+        rows.append(row + [_rate(by_key[system.name, work]) for system in peers])
+    systems = [*plans, *peers]
+    loads = ", ".join(f"{system.name} {system.load:.2f} s" for system in systems)
+    held = ", ".join(f"{system.name} {system.memory() / 1e6:.0f} MB" for system in systems)
+    lines = [
+        f"{cpu_name()}, {limits.threads} threads, reads {limits.reads / 1e9:.1f} GB/s, multiply-adds "
+        f"{limits.flops / 1e9:.0f} GFLOP/s in the same run; medians of {repeats} (least to most).",
+        "",
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        f"To the first token: {loads}. Memory held: {held}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rate(timing: Timing) -> str:
+    median, least, most = timing.rate
+    digits = 0 if median >= 100 else 1
+    return f"{median:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
+
+
+def replace(readme: Path, text: str) -> None:
+    """Puts the table between the marks; raises ValueError where they are missing."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme} has no lines {BEGIN} and {END}")
+    readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plans", nargs="+", type=Path)
+    parser.add_argument("--against", action="append", default=[], metavar="KIND=PATH")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 8192])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64])
+    parser.add_argument("--context", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--readme", type=Path)
+    options = parser.parse_args()
+    chosen_peers = [parse_peer(text, None) for text in options.against]
+    profiles = [Plan.open(path).manifest.profile for path in options.plans]
+    longest = min(profile.max_seq_len for profile in profiles) - options.steps
+    most = min(profile.max_num_seqs for profile in profiles)
+    timed = works(options.batch, options.context, options.prefill, most, longest)
+    with ExitStack() as stack:
+        plans = [stack.enter_context(engine(path, timed, options.steps)) for path in options.plans]
+        peers = [stack.enter_context(peer(kind, path, usable_cpus())) for kind, path in chosen_peers]
+        limits = Limits(plans[0].library, usable_cpus())
+        timings = measure([*plans, *peers], timed, options.repeats, options.steps, limits.measure)
+        text = table(plans, peers, timings, limits.all, options.repeats)
+    print(text, end="")
+    if options.out is not None:
+        options.out.write_text(text)
+    if options.readme is not None:
+        replace(options.readme, text)
+
+
+if __name__ == "__main__":
+    main()
