@@ -20,7 +20,7 @@ from llmc.builder.file_hashes import FileHashes
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
 from llmc.fp8 import Fp8Options
-from llmc.gate import Exam, make_exam
+from llmc.gate import Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
@@ -79,7 +79,7 @@ def build(
     if precision is None:
         checkpoint = _open(model, hashes)
         precision = default_precision(checkpoint)
-    exam = make_exam(precision, gate, evaluate, eval_text, eval_windows, eval_length)
+    exam = make_exam(judged_as(precision, kv_dtype), gate, evaluate, eval_text, eval_windows, eval_length)
     options = BuildOptions(
         precision=precision,
         tp=tp,

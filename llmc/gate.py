@@ -102,6 +102,11 @@ class Exam:
         return {"gate": gate, **text, "eval_windows": self.windows, "eval_length": self.length}
 
 
+def judged_as(precision: str, kv_dtype: str | None) -> str:
+    """The precision whose default bounds a build is held to: an FP8 cache makes at least an FP8 engine of it."""
+    return "fp8" if kv_dtype == "f8e4m3" and precision in ("fp32", "bf16") else precision
+
+
 def make_exam(
     precision: str, gate: str | None, evaluate: bool, text: str | Path | None, windows: int, length: int
 ) -> Exam:

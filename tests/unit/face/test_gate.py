@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.artifacts.errors import UsageError
-from llmc.gate import DEFAULTS, Gate, parse_gate
+from llmc.gate import DEFAULTS, Gate, judged_as, parse_gate
 
 SOUND = {"perplexity_change": 0.0, "kl": 0.0, "top1": 1.0, "cosine_p5": 1.0, "greedy": 1.0}
 BOUNDS = Gate(ppl=0.015, kl=0.02, top1=0.93, cosine=0.99, greedy=0.9)
@@ -82,3 +82,11 @@ def test_text_that_became_easier_to_predict_is_no_loss() -> None:
 
 def test_everything_that_is_broken_is_named() -> None:
     assert len(BOUNDS.broken(dict.fromkeys(SOUND, float("nan")))) == 5
+
+
+@pytest.mark.parametrize(
+    ("precision", "kv_dtype", "expected"),
+    [("bf16", None, "bf16"), ("bf16", "f8e4m3", "fp8"), ("fp32", "f8e4m3", "fp8"), ("int4", "f8e4m3", "int4")],
+)
+def test_an_fp8_cache_is_judged_as_fp8_at_least(precision: str, kv_dtype: str | None, expected: str) -> None:
+    assert judged_as(precision, kv_dtype) == expected
