@@ -70,8 +70,7 @@ class Gate:
 #: easily: at FP8 they need lower `top1` and `greedy`. FP8 by ranges alone (rounding to nearest, static scales) measures
 #: KL 0.034 and top-1 0.897 on SmolLM2, and is refused; as `--fp8` chooses by itself, KL 0.018 and 0.92. INT4 measures
 #: perplexity +9.2 %, KL 0.094, top-1 0.84, cosine 0.952 and greedy 0.84 on SmolLM2, rounded from Q4_1.
-#: An FP8 cache moves no bound: with bf16 weights it measures perplexity +1.07 %, KL 0.0086 and cosine 0.997 there, so
-#: the bounds of bf16 refuse it, and those of FP8 would not.
+#: An FP8 cache beside bf16 weights measures perplexity +1.07 %, KL 0.0086 and cosine 0.997 there: see `judged_as`.
 DEFAULTS = {
     "fp32": Gate(ppl=0.001, kl=1e-4, top1=0.99, cosine=0.9999, greedy=0.98),
     "bf16": Gate(ppl=0.01, kl=0.005, top1=0.95, cosine=0.999, greedy=0.93),
