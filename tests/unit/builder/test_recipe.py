@@ -10,6 +10,7 @@ import pytest
 
 from llmc.artifacts.types import FP8_MAX
 from llmc.builder.weights.evaluation import evaluate, infer
+from llmc.builder.weights.cut import picked, sliced
 from llmc.builder.weights.recipe import (
     Buffer,
     Cast,
@@ -25,8 +26,6 @@ from llmc.builder.weights.recipe import (
     StoredTensor,
     Transpose,
     parse,
-    picked,
-    sliced,
 )
 
 RNG = np.random.default_rng(0)
