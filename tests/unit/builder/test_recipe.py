@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmc.artifacts.types import FP8_MAX
-from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.cut import picked, sliced
+from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.recipe import (
     Buffer,
     Cast,
