@@ -119,8 +119,10 @@ def _random_bf16(count: int, dims: tuple[int, ...], rng: np.random.Generator) ->
     return (bits & 0x807F) | np.uint16(exponent << 7)
 
 
-def run(step: str, model: Path, folder: Path, resident: int) -> dict[str, float]:
-    """One step in this process: bytes at the start, at the peak, seconds. `resident`: see builder/reference.py."""
+def run(step: str, model: Path, folder: Path, resident: int, samples: int) -> dict[str, float]:
+    """One step in this process: bytes at the start, at the peak, seconds. `resident`: see builder/reference.py.
+    `samples` of the calibration, 0: as many as it takes by itself.
+    """
     import resource
 
     import gguf  # noqa: F401
@@ -140,7 +142,7 @@ def run(step: str, model: Path, folder: Path, resident: int) -> dict[str, float]
     start = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     began, table = time.perf_counter(), folder / "table.json"
     if step == "calibrate":
-        calibrate(open_checkpoint(model), CalibrationOptions(), table)
+        calibrate(open_checkpoint(model), CalibrationOptions(samples=samples or None), table)
     else:
         options: dict[str, Any] = {"precision": "bf16"} if step == "bf16" else {"precision": "fp8", "calib": table}
         flow.build(model, folder / "engine.plan", **options, evaluate=False, cache=False)
@@ -148,9 +150,10 @@ def run(step: str, model: Path, folder: Path, resident: int) -> dict[str, float]
     return {"start": start, "peak": peak, "seconds": time.perf_counter() - began}
 
 
-def measure(step: str, model: Path, folder: Path, resident: int = RESIDENT) -> dict[str, float]:
+def measure(step: str, model: Path, folder: Path, resident: int = RESIDENT, samples: int = 0) -> dict[str, float]:
     """The step in a process of its own."""
-    command = [sys.executable, "-m", "tests.perf.memory", "--run", step, str(model), str(folder), str(resident)]
+    words = [step, str(model), str(folder), str(resident), str(samples)]
+    command = [sys.executable, "-m", "tests.perf.memory", "--run", *words]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -161,11 +164,13 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--only", default=",".join(STEPS))
-    parser.add_argument("--run", nargs=4, metavar=("STEP", "MODEL", "FOLDER", "RESIDENT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--run", nargs=5, metavar=("STEP", "MODEL", "FOLDER", "RESIDENT", "SAMPLES"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.run:
-        step, model, folder, resident = options.run
-        print(json.dumps(run(step, Path(model), Path(folder), int(resident))))
+        step, model, folder, resident, samples = options.run
+        print(json.dumps(run(step, Path(model), Path(folder), int(resident), int(samples))))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         folder, shape = Path(made), Shape(options.gigabytes * 1e9)
