@@ -12,6 +12,7 @@ from llmc.cli.build import PRECISIONS
 @click.command(name="tune")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
 @click.option("--fp8", is_flag=True, help="As in `llmc build`, for which the tactics are.")
+@click.option("--int4", is_flag=True, help="As in `llmc build`.")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="As in `llmc build`.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="As in `llmc build`.")
 @click.option("--profile", default="chat", show_default=True, help="As in `llmc build`.")
@@ -19,7 +20,15 @@ from llmc.cli.build import PRECISIONS
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(min=1), help="Of each pair of timings.")
 @click.option("-o", "--output", default="tactics.yaml", show_default=True, type=click.Path(path_type=Path))
 def command(
-    model: Path, fp8: bool, dtype: str | None, tp: int, profile: str, target: str, repeats: int, output: Path
+    model: Path,
+    fp8: bool,
+    int4: bool,
+    dtype: str | None,
+    tp: int,
+    profile: str,
+    target: str,
+    repeats: int,
+    output: Path,
 ) -> None:
     """Time a model's kernels with every tactic in turn, and write the best to a file.
 
@@ -29,8 +38,9 @@ def command(
     from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
 
-    if fp8 and dtype:
-        raise UsageError(f"--fp8 and --dtype {dtype} exclude one another: FP8 has its own storage types")
+    chosen = [name for name, given in {"fp8": fp8, "int4": int4, dtype or "": bool(dtype)}.items() if given]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} exclude one another: one of --fp8, --int4 and --dtype at most")
     require_build_libraries()
     from llmc.artifacts.files import require_writable, write_file
     from llmc.tune import Trial, tune
@@ -42,7 +52,7 @@ def command(
         verdict = "taken" if taken else "left"
         click.echo(f"{trial.key} {trial.value}: {trial.gain:.3f}x, {verdict} (by tokens of a step {steps})", err=True)
 
-    shape: dict[str, object] = {"precision": "fp8" if fp8 else dtype, "tp": tp, "profile": profile}
+    shape: dict[str, object] = {"precision": next(iter(chosen), None), "tp": tp, "profile": profile}
     best = tune(model, target, shape, repeats, tell)
     write_file(output, best.to_yaml().encode())
     click.echo(f"{output}: {best.to_yaml().strip().replace(chr(10), ', ')}")

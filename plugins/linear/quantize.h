@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 #include <cfloat>
-#include <cmath>
 
 #include "plugins/cpu/lanes.h"
 #include "plugins/linear/formats.h"
@@ -124,20 +123,27 @@ struct PerToken {
   }
 };
 
+inline float power_of_two(int exponent) {  // of a normal float
+  const uint32_t bits = uint32_t(exponent + 127) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 // x itself, beside E4M3 weights: times a power of two that makes up for theirs, chosen by the row so that neither its
 // largest value overflows nor what matters beside that one underflows. Powers of two round nothing.
 struct Exact {
   static constexpr bool kScaled = true;
   float operator()(const float* x, int n, float* to, int step) const {
     const float most = largest_magnitude(x, n);
-    int exponent = 0;
-    if (most > 0 && most <= FLT_MAX) exponent = 100 - std::ilogb(most);
-    exponent = exponent < -6 ? -6 : exponent > 127 ? 127 : exponent;
-    const float up = std::ldexp(1.0f, exponent);
+    uint32_t bits;
+    std::memcpy(&bits, &most, 4);
+    const int exponent = most <= FLT_MAX ? std::max(-6, std::min(227 - int(bits >> 23), 127)) : 0;
+    const float up = power_of_two(exponent);
     int i = 0;
     for (; step == 1 && i + kWidth <= n; i += kWidth) vstore(to + i, vmul(vload(x + i), vset(up)));
     for (; i < n; ++i) to[int64_t(i) * step] = x[i] * up;
-    return std::ldexp(1.0f, 118 - exponent);
+    return power_of_two(118 - exponent);
   }
 };
 

@@ -24,7 +24,9 @@ ISAS = tuple(isa for isa, target in _TARGETS.items() if set(target.features) <= 
 def compile_library(text: str, isa: str) -> Path:
     """A shared object of one translation unit; raises AssertionError with the compiler's words."""
     headers = sorted(INCLUDE_ROOT.glob("plugins/**/*.h"))
-    digest = hashlib.sha256(b"\0".join([text.encode(), isa.encode(), *(h.read_bytes() for h in headers)])).hexdigest()
+    flags = " ".join(_TARGETS[isa].cxx_flags)
+    parts = [text.encode(), flags.encode(), *(h.read_bytes() for h in headers)]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     _CACHE.mkdir(exist_ok=True)
     library = _CACHE / f"{digest[:32]}.so"
     if not library.exists():
