@@ -36,8 +36,9 @@ class Step:
         return prod(d if isinstance(d, int) else {"T": self.tokens, "S": self.rows}[d] for d in kind.shape)
 
     def nbytes(self, kind: TensorType) -> int:
-        """Bytes of a value."""
-        return self.size(kind) * NUMPY_DTYPES[kind.dtype].itemsize
+        """Bytes of a value, 4-bit numbers two in a byte as kernels read them."""
+        size = self.size(kind)
+        return (size + 1) // 2 if kind.dtype == "u4" else size * NUMPY_DTYPES[kind.dtype].itemsize
 
     def attended(self, window: int | None) -> int:
         """Pairs of a token and a position that it sees."""

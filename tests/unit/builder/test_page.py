@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
+from llmc.artifacts.types import TensorType
 from llmc.builder.build import BuildOptions, Progress, compile_plan
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.dump import DumpFolder
@@ -192,3 +193,9 @@ def test_the_command_writes_it(built: tuple[Plan, Path], tmp_path: Path) -> None
     assert (tmp_path / "a.html").read_text() == render(built[0])
     assert "exclude one another" in inspect("--html", tmp_path / "a.html", "--json").output
     assert "needs --html" in inspect("--dump", tmp_path).output
+
+
+def test_two_4_bit_numbers_are_a_byte() -> None:
+    step = Step(1, 1, 1)
+    assert step.nbytes(TensorType("u4", (3, 5))) == 8
+    assert step.nbytes(TensorType("f16", (3, 5))) == 30
