@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import resource
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -353,9 +352,13 @@ def _manifest(checkpoint: Checkpoint, front: _Front, build: BuildInfo) -> Manife
     )
 
 
-def _peak() -> int:
-    """The most memory that this process has held, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+def peak_memory() -> int:
+    """The most memory that this process has held, in bytes (proc(5): VmHWM).
+
+    `getrusage` would count what the process that started this one held, too: Linux keeps its maximum across exec.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) * 1024
 
 
 def _report(
@@ -375,7 +378,7 @@ def _report(
         digest=hashlib.sha256(encode_manifest(manifest)).hexdigest(),
         plan_bytes=size,
         seconds=dict(progress.seconds),
-        peak_memory_bytes=_peak(),
+        peak_memory_bytes=peak_memory(),
         launches_traced=front.traced.eager_launches_per_layer,
         launches_compiled=max(launches.per_layer for launches in front.compiled.launches),
         launches_step=max(rank.launches for rank in manifest.ranks),

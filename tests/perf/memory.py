@@ -133,7 +133,7 @@ def run(step: str, model: Path, folder: Path, resident: int, samples: int) -> di
 
     from llmc import flow
     from llmc.builder import reference
-    from llmc.builder.build import compile_plan  # noqa: F401
+    from llmc.builder.build import peak_memory
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.calibration import CalibrationOptions, calibrate
 
@@ -146,8 +146,7 @@ def run(step: str, model: Path, folder: Path, resident: int, samples: int) -> di
     else:
         options: dict[str, Any] = {"precision": "bf16"} if step == "bf16" else {"precision": "fp8", "calib": table}
         flow.build(model, folder / "engine.plan", **options, evaluate=False, cache=False)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"start": start, "peak": peak, "seconds": time.perf_counter() - began}
+    return {"start": start, "peak": peak_memory(), "seconds": time.perf_counter() - began}
 
 
 def measure(step: str, model: Path, folder: Path, resident: int = RESIDENT, samples: int = 0) -> dict[str, float]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,3 +156,10 @@ def test_a_failed_self_test_leaves_the_old_plan(checkpoint: Checkpoint, tmp_path
     assert dict(report.rows())["plan"].endswith("not published")
     assert out.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.plan"]
+
+
+def test_a_peak_is_of_the_process_itself_not_of_the_one_that_started_it() -> None:
+    held = np.ones(1_500_000_000, np.uint8)  # getrusage of a child would count these
+    words = [sys.executable, "-c", "from llmc.builder.build import peak_memory; print(peak_memory())"]
+    peak = int(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    assert 10_000_000 < peak < held.nbytes
