@@ -19,11 +19,11 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.file_hashes import FileHashes
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
-from llmc.fp8 import Fp8Options
 from llmc.gate import Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
+from llmc.rounding import RoundingOptions
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 and INT4 weights and an FP8 cache; `fp8_activations` and `fp8_budget` say how (see `Fp8Options`). With
+    for FP8 and INT4 weights and an FP8 cache; `fp8_activations` and `fp8_budget` say how (see `RoundingOptions`). With
     `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most `eval_windows` windows of
     `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see
     llmc/gate.py; None: the precision's default, "off": none) decides whether the plan is published. `kv_dtype` is one
@@ -93,7 +93,7 @@ def build(
     )
     data = None if calib is None else Path(calib)
     for_cache = text_for_cache_alone(precision, kv_dtype, data)
-    fp8 = Fp8Options(
+    rounding = RoundingOptions(
         None if for_cache else data, fp8_activations, fp8_budget, cache, load_target(target).fp8_activations
     )
     builds = Builds(_cache("builds", cache and dump is None), hashes)
@@ -114,7 +114,7 @@ def build(
     if report is not None:
         report = dataclasses.replace(report, seconds=dict(progress.seconds))
     else:
-        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, fp8, data, dump, progress)
+        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, rounding, data, dump, progress)
         builds.remember(key, Path(output), report)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
@@ -126,7 +126,7 @@ def _build(
     output: Path,
     options: BuildOptions,
     exam: Exam,
-    fp8: Fp8Options,
+    rounding: RoundingOptions,
     calib: Path | None,
     dump: str | Path | None,
     progress: Progress,
@@ -151,9 +151,9 @@ def _build(
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
     text = evaluation_text(source, exam, longest) if exam.evaluate else None
-    table = fp8.table(checkpoint, options.precision, progress)
+    table = rounding.table(checkpoint, options.precision, progress)
     kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
-    options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
+    options = dataclasses.replace(options, fp8_activations=rounding.activations_of(table))
 
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, text, progress)
@@ -220,9 +220,9 @@ def dump_passes(
     names = set(map(pass_name, passes_until(CompileOptions(precision=precision, tp=tp), stop_after)))
     usual = load_target(target).fp8_activations
     for_cache = text_for_cache_alone(precision, kv_dtype, data)
-    fp8 = Fp8Options(None if for_cache else data, fp8_activations, fp8_budget, usual=usual)
+    rounding = RoundingOptions(None if for_cache else data, fp8_activations, fp8_budget, usual=usual)
     quantizes = "quantize" in names
-    needed = [(*given, "quantize") for given in fp8.given().items()]
+    needed = [(*given, "quantize") for given in rounding.given().items()]
     needed += [("--kv-cache-dtype", "fp8", "fuse_attention")] if kv_dtype == "f8e4m3" else []
     for option, value, needs in needed:
         if needs not in names:
@@ -231,8 +231,8 @@ def dump_passes(
                 f"{option}"
             )
     watch = DumpFolder(Path(dump))
-    table = fp8.table(checkpoint, precision, progress) if quantizes else None
-    options = dataclasses.replace(options, fp8_activations=fp8.activations_of(table))
+    table = rounding.table(checkpoint, precision, progress) if quantizes else None
+    options = dataclasses.replace(options, fp8_activations=rounding.activations_of(table))
     kv = kv_table(Source(checkpoint), kv_dtype, data, progress)
     run_stages(checkpoint, options, table, kv, progress, watch, stop_after)
 

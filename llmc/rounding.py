@@ -1,4 +1,4 @@
-"""How an FP8 or INT4 build comes by its calibration table: read from a file, or made as asked and kept in the cache.
+"""How a build with rounded weights comes by its calibration table: from a file, or made as asked and kept in the cache.
 
 Comes in: the options of a build, a checkpoint. Goes out: a `CalibrationTable`, or none. Must not know: graphs, plans,
 how weights are rounded.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fp8Options:
-    """The options of an FP8 build; of an INT4 build `calib` alone. `calib`: a table (.json), or data to calibrate with
+class RoundingOptions:
+    """What is asked of rounded weights; of INT4 `calib` alone. `calib`: a table (.json), or data to calibrate with
     (.txt, .jsonl, a folder); `activations` token|static|none; `budget`: linear layers take at most so many times the
     bytes of pure FP8. None: the table's own, or the default, which for activations is `usual`, the target's. `cache`: a
     table that was made before is taken again.
