@@ -24,6 +24,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "f8e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "u4": np.dtype(ml_dtypes.uint4),  # a byte each; packed for kernels, two in a byte of u8
     "u8": np.dtype(np.uint8),
+    "i8": np.dtype(np.int8),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
     "bool": np.dtype(np.bool_),
@@ -37,6 +38,8 @@ KVScales = tuple[tuple[float, ...], tuple[float, ...]]
 #: Columns of an INT4 weight that share a scale and a zero point, and the largest of its numbers.
 INT4_GROUP = 128
 INT4_MAX = 15
+#: The largest magnitude that llmc rounds to INT8: its numbers are as many on either side of zero.
+INT8_MAX = 127
 
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]")
 

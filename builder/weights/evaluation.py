@@ -126,12 +126,15 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
 
 
 def _panels(source: TensorType, width: int) -> TensorType:
-    """[N, ...] -> [panels, ..., width], or the same behind the first axis of a stack; 4-bit numbers two in a byte."""
+    """[N, ...] -> [panels, ..., width], or the same behind the first axis of a stack; 4-bit numbers two in a byte,
+    and two k of INT8 together."""
     shape = [int(d) for d in source.shape]
     *stack, rows = shape[: 1 + (len(shape) == 3)]
     before, inner = (*stack, -(-rows // width)), shape[len(stack) + 1 :]
     if source.dtype == "u4":
         return TensorType("u8", (*before, *inner, width // 2))
+    if source.dtype == "i8" and len(inner) == 1:
+        return TensorType("i8", (*before, -(-inner[0] // 2), 2 * width))
     return TensorType(source.dtype, (*before, *inner, width))
 
 

@@ -17,7 +17,8 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.ndarray:
     """[N, K] -> [panels, K, width] (or [N] -> [panels, width]): each panel holds `width` outputs for every k. A stack
-    of matrices [E, N, K] -> [E, panels, K, width].
+    of matrices [E, N, K] -> [E, panels, K, width]. INT8 [N, K] -> [panels, K / 2, width * 2]: two k of an output lie
+    side by side, a zero behind an odd K.
 
     N is padded with zeros. `gated`: the rows are N/2 gates, then N/2 ups; each panel holds width/2 gates, then the ups
     that belong to them, and both halves are padded alike. FP8 bytes are shuffled within groups of 32 outputs, so that a
@@ -29,6 +30,8 @@ def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.nda
     rows, missing = _rows(len(value), width, gated)
     if value.dtype == NUMPY_DTYPES["u4"]:
         return _nibbles(np.where(missing[..., None], 0, value.view(np.uint8)[rows]))
+    if value.dtype == NUMPY_DTYPES["i8"]:
+        return _pairs(np.where(missing[..., None], 0, value[rows]))
     if value.dtype == NUMPY_DTYPES["f8e4m3"]:
         order = (np.arange(0, width, 32)[:, None] + _GROUP).ravel()
         rows, missing = rows[:, order], missing[:, order]
@@ -47,6 +50,13 @@ def _rows(count: int, width: int, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     rows = np.concatenate([place + side * own for side in range(sides)], axis=1)
     missing = np.concatenate([place >= own] * sides, axis=1)
     return np.where(missing, 0, rows), missing
+
+
+def _pairs(panels: np.ndarray) -> np.ndarray:
+    """i8[panels, width, K] -> i8[panels, K / 2, width * 2]."""
+    count, width, columns = panels.shape
+    whole = np.pad(panels, ((0, 0), (0, 0), (0, columns % 2))).reshape(count, width, -1, 2)
+    return np.ascontiguousarray(whole.swapaxes(1, 2)).reshape(count, -1, 2 * width)
 
 
 def _nibbles(panels: np.ndarray) -> np.ndarray:

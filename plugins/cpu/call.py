@@ -35,6 +35,7 @@ C_TYPES = {
     "f16": "uint16_t",
     "f8e4m3": "uint8_t",
     "u4": "uint8_t",
+    "i8": "int8_t",
     "i32": "int32_t",
     "i64": "int64_t",
 }

@@ -7,6 +7,7 @@
 
 #include "plugins/cpu/functions.h"
 #include "plugins/cpu/runtime.h"
+#include "plugins/linear/int8.h"
 #include "plugins/linear/quantize.h"
 #include "plugins/linear/tiles.h"
 
@@ -47,7 +48,7 @@ struct Tiles {
 };
 
 // From sums of a panel to y: scales, bias, activation, gate times up. Factors are those of 64 outputs, 0 behind N.
-template <class Act, bool Gated, bool Scaled, bool Bias>
+template <class Sums, class Act, bool Gated, bool Scaled, bool Bias>
 struct Finish {
   alignas(64) float scale[kPanel], bias[kPanel];
   int first, width;  // columns of y: the panel's first, and how many exist
@@ -65,7 +66,7 @@ struct Finish {
   }
 
   Lanes result(const float* acc, int at, float x_scale) const {
-    Lanes v = load(acc + at);
+    Lanes v = Sums::value(acc + at);
     if (Scaled) v = v * (splat(x_scale) * load(scale + at));
     return Bias ? v + load(bias + at) : v;
   }
@@ -85,7 +86,7 @@ struct Finish {
 // What of linear<...> differs by kind, not by size, so that one copy of the loops serves all layers of a kind.
 template <class F, class X, class Act, bool Gated, bool Bias>
 struct Kernel {
-  using Done = Finish<Act, Gated, X::kScaled, Bias>;
+  using Done = Finish<typename F::Sums, Act, Gated, X::kScaled, Bias>;
   const Ctx& c;
   int tid, k, n;
   X prepare;
@@ -97,19 +98,24 @@ struct Kernel {
   int64_t y_stride;
 
   int panels() const { return (n + kPanel - 1) / kPanel; }
-  static float factor(float scale) { return X::kScaled ? scale * kXFactorRest : scale; }
+  static float factor(float scale) {
+    if constexpr (X::kScaled)
+      return scale * X::kRest;
+    else
+      return scale;
+  }
   // Floats of a prepared row.
   int width() const {
     if constexpr (F::kGrouped)
       return prepare.width(k);
     else
-      return k;
+      return F::steps(k);
   }
   typename F::Weight panel(int p) const {
     if constexpr (F::kGrouped)
       return w.panel(p, k);
     else
-      return w + int64_t(p) * kPanel * k;
+      return w + int64_t(p) * F::steps(k) * F::kRow;
   }
 
   // Every thread prepares the row for itself: cheaper than a meeting.
@@ -123,7 +129,7 @@ struct Kernel {
     }
     halves([&](int p, int half) {
       alignas(64) float acc[kPanel];
-      packed_tile<F, 1>(panel(p), k, row, acc, half);
+      packed_tile<F, 1>(panel(p), F::steps(k), row, acc, half);
       Done(p, n, w_scale, bias)(acc, scale, y, half);
     });
   }
@@ -164,7 +170,7 @@ struct Kernel {
       for (int tile = 0; tile < tiles.count; ++tile) {
         const int first = tiles.first(tile), size = tiles.size(tile);
         with_rows<kMaxPackedTile>(size, [&](auto r) {
-          packed_tile<F, decltype(r)::value>(panel(p), k, packed_x + int64_t(first) * width(), acc, half);
+          packed_tile<F, decltype(r)::value>(panel(p), F::steps(k), packed_x + int64_t(first) * width(), acc, half);
         });
         for (int r = 0; r < size; ++r) done(acc + r * kPanel, scales[first + r], y + (first + r) * y_stride, half);
       }
@@ -204,10 +210,10 @@ struct Kernel {
   };
 
   void by_blocks(const typename F::T* panel, float* pieces, const Chunk& chunk) const {
-    for (int k0 = 0; k0 < k; k0 += kBlock) {
-      const int count = std::min(kBlock, k - k0);
-      unpack<F>(panel + int64_t(k0) * kPanel, count, pieces, std::make_index_sequence<kVecs>());
-      multiply<false>(pieces, k0, count, chunk);
+    for (int at = 0; at < F::steps(k); at += kBlock) {
+      const int count = std::min(kBlock, F::steps(k) - at);
+      unpack<F>(panel + int64_t(at) * F::kRow, count, pieces, std::make_index_sequence<kVecs>());
+      multiply<false>(pieces, at, count, chunk);
     }
   }
 
@@ -224,7 +230,7 @@ struct Kernel {
     }
   }
 
-  // The sums of the chunk += x from column k0 on times `count` unpacked rows.
+  // The sums of the chunk += x from step k0 on times `count` unpacked rows.
   template <bool Scaled>
   void multiply(const float* pieces, int k0, int count, const Chunk& chunk, const float* scale = nullptr) const {
     for (int piece = 0; piece < kPanel / kPiece; ++piece)
@@ -233,7 +239,7 @@ struct Kernel {
         const float* at = chunk.x + int64_t(first) * width() + int64_t(k0) * size;
         float* sums = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + piece * kPiece;
         with_rows<kMaxTile>(size, [&](auto r) {
-          unpacked_tile<decltype(r)::value, Scaled>(pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0,
+          unpacked_tile<decltype(r)::value, Scaled, typename F::Sums>(pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0,
                                                     Scaled ? scale + piece * kPiece : nullptr);
         });
       }

@@ -13,7 +13,7 @@ from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, Call, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.linear import Attrs, groups
 
-FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "u4": "Int4"}
+FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "i8": "Int8", "u4": "Int4"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
 #: Floats of a thread beside one row of x: the largest block of a panel and chunk of rows that tactics name (cpu.h).
 THREAD_FLOATS = (512 + 480) * PANEL
@@ -22,8 +22,26 @@ THREAD_FLOATS = (512 + 480) * PANEL
 def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[str, str]:
     """What a linear does to x before it multiplies, as a type and a value of quantize.h; `scaled`: by E4M3 weights."""
     kind = "PerToken" if per_token else "Static" if x_scale is not None else "Exact" if scaled else "Plain"
-    value = "" if x_scale is None else f"{float(np.float32(x_scale)).hex()}f"
-    return kind, f"llmc::lin::{kind}{{{value}}}"
+    return kind, f"llmc::lin::{kind}{{{_number(x_scale)}}}"
+
+
+def _number(scale: float | None) -> str:
+    return "" if scale is None else f"{float(np.float32(scale)).hex()}f"
+
+
+def _input(attrs: Attrs, w: TensorType) -> tuple[str, Arg, int]:
+    """What becomes of x: a type of quantize.h, int8.h or int4.h, a value of it, and words of a prepared row."""
+    k = int(w.shape[1])
+    if w.dtype == "u4":
+        return "Grouped", Literal(f"llmc::lin::Grouped{{{attrs.group_start}}}"), k + groups(k, attrs.group_start)
+    if w.dtype == "i8":
+        scale = "Int8Static" if attrs.x_scale is not None else "Int8PerToken"
+        factors = Pointer("in", 3) if attrs.x_factors else Literal("nullptr")
+        value = Literal(f"llmc::lin::{scale}{{{_number(attrs.x_scale)}}}")
+        kind = f"Int8Input<llmc::lin::{scale}>"
+        return kind, Call(f"llmc::lin::{kind}", (factors, value)), -(-k // 2)
+    kind, prepared = input_kind(attrs.x_scale, attrs.x_per_token, w.dtype == "f8e4m3")
+    return kind, Literal(prepared), k
 
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
@@ -33,23 +51,20 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     x, w = inputs[0], inputs[1]
     n, k = (int(d) for d in w.shape)
     least, most = env.bounds(x.shape[0])
-    quantized, grouped = w.dtype == "f8e4m3", w.dtype == "u4"
+    quantized, grouped = w.dtype in ("f8e4m3", "i8"), w.dtype == "u4"
     act, gate, _ = attrs.epilogue.partition("_gate")
-    kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
+    kind, x_prepared, width = _input(attrs, w)
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
     null = Literal("nullptr")
     weight: Arg = Pointer("in", 1)
-    width = k
     if grouped:
-        kind, x_prepared = "Grouped", f"llmc::lin::Grouped{{{attrs.group_start}}}"
-        width = k + groups(k, attrs.group_start)
         parts = (Pointer("in", 1), Pointer("in", 2), Pointer("in", 3), Literal(str(attrs.group_start)))
         weight = Call("llmc::lin::Int4Weight", parts)
     args: tuple[Arg, ...] = (
         Product((x.shape[0],)),
         Pointer("in", 0),
         RowStride("in", 0),
-        Literal(x_prepared),
+        x_prepared,
         weight,
         Pointer("in", 2) if quantized else null,
         Pointer("in", len(inputs) - 1) if attrs.bias else null,

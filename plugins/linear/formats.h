@@ -5,7 +5,9 @@
 //   Format::put<J>(v, to, stride)      that vector's lanes to their outputs: n goes to to[n / kPiece * stride + n % kPiece]
 //   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
 //   Format::Weight                     what a linear is given: a pointer, or with scales of groups more (int4.h)
-//   Format::kRow                       elements T from one k of a panel to the next
+//   Format::kRow                       elements T from one row of a panel to the next
+//   Format::steps(k)                   rows of a panel, and words of a prepared x, that k columns take: k, but for Int8
+//   Format::Sums                       how a product is added to a sum, and what a sum is as floats
 //
 // Part p of 2 is the outputs 16p..16p+15 and 32+16p..32+16p+15; part p of 4 likewise with 8. So a part of a gated panel
 // (32 gate outputs, then their 32 up outputs) has gates and ups that belong together.
@@ -39,13 +41,21 @@ inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 constexpr int kVecs = kPanel / kWidth;
 constexpr int kPiece = 2 * kWidth;  // outputs of a tile on unpacked weights
 
+// Sums of floats: one chain of fused multiply-adds each.
+struct FloatSums {
+  static Vec add(Vec weight, Vec x, Vec sum) { return vfma(weight, x, sum); }
+  static Lanes value(const float* sums) { return load(sums); }
+};
+
 // Every weight is a number by itself.
 template <class Element>
 struct Single {
   using T = Element;
   using Weight = const T*;
+  using Sums = FloatSums;
   static constexpr bool kGrouped = false;
   static constexpr int kRow = kPanel;
+  static constexpr int steps(int k) { return k; }
 };
 
 // Vectors in the order of outputs.

@@ -38,8 +38,10 @@ struct Int4Weight {
 struct Int4 : InOrder {
   using T = uint8_t;
   using Weight = Int4Weight;
+  using Sums = FloatSums;
   static constexpr bool kGrouped = true;
   static constexpr int kRow = kPanel / 2;
+  static constexpr int steps(int k) { return k; }
 #if LLMC_WIDE
   // Vector J is nibble 2J of the eight words, then nibble 2J + 1.
   template <int J>

@@ -1,5 +1,5 @@
 // What a linear reads of x: itself, or x quantized to E4M3, as floats ready for the multiply. Tiles are interleaved.
-// `kScaled` kinds go with E4M3 weights, whose products need factors afterwards.
+// `kScaled` kinds go with E4M3 (or INT8) weights, whose products need factors afterwards: what a kind returns, times kRest.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -64,18 +64,24 @@ inline Vec load_part(const float* p, int n) {
   return vload(part);
 }
 
-// The bits of |x|, the largest of a row; NaN is larger than infinity. No order matters.
-inline float largest_magnitude(const float* x, int n) {
+// Numbers i.. of a row of n, zeros behind it.
+inline Vec part_of(const float* x, int i, int n) { return i + kWidth <= n ? vload(x + i) : load_part(x + i, n - i); }
+
+// The bits of the largest magnitude of n numbers, of which part(i) gives those from the i-th on; NaN is larger than
+// infinity. No order matters.
+template <class Part>
+float largest_magnitude(int n, const Part& part) {
   Vec most = vzero();
-  int i = 0;
-  for (; i + kWidth <= n; i += kWidth) most = vmax_bits(most, vabs(vload(x + i)));
-  if (i < n) most = vmax_bits(most, vabs(load_part(x + i, n - i)));
+  for (int i = 0; i < n; i += kWidth) most = vmax_bits(most, vabs(part(i)));
   alignas(64) uint32_t bits[kWidth];
   vstore(reinterpret_cast<float*>(bits), most);
   const uint32_t largest = *std::max_element(bits, bits + kWidth);
   float value;
   std::memcpy(&value, &largest, 4);
   return value;
+}
+inline float largest_magnitude(const float* x, int n) {
+  return largest_magnitude(n, [=](int i) { return part_of(x, i, n); });
 }
 
 // Writes x[0..n) to to[0], to[step], to[2 * step], ... and returns what a result must be multiplied by.
@@ -91,7 +97,7 @@ inline void quantize_row(const float* x, int n, float scale, float* to, int step
   const Vec s = vset(scale);
   for (int i = 0; i < n; i += kWidth) {
     const int left = n - i < kWidth ? n - i : kWidth;
-    const Vec q = quantize(left == kWidth ? vload(x + i) : load_part(x + i, left), s);
+    const Vec q = quantize(part_of(x, i, n), s);
     if (step == 1 && left == kWidth) {
       vstore(to + i, q);
     } else {
@@ -105,6 +111,7 @@ inline void quantize_row(const float* x, int n, float scale, float* to, int step
 // One scale for every row, from calibration.
 struct Static {
   static constexpr bool kScaled = true;
+  static constexpr float kRest = kXFactorRest;
   float scale;
   float operator()(const float* x, int n, float* to, int step) const {
     quantize_row(x, n, scale, to, step);
@@ -115,6 +122,7 @@ struct Static {
 // Each row's own scale: its largest magnitude / 448; 1 for a row of zeros.
 struct PerToken {
   static constexpr bool kScaled = true;
+  static constexpr float kRest = kXFactorRest;
   float operator()(const float* x, int n, float* to, int step) const {
     const float most = largest_magnitude(x, n);
     const float scale = most == 0 ? 1.0f : most / kFp8Max;
@@ -134,6 +142,7 @@ inline float power_of_two(int exponent) {  // of a normal float
 // largest value overflows nor what matters beside that one underflows. Powers of two round nothing.
 struct Exact {
   static constexpr bool kScaled = true;
+  static constexpr float kRest = kXFactorRest;
   float operator()(const float* x, int n, float* to, int step) const {
     const float most = largest_magnitude(x, n);
     uint32_t bits;

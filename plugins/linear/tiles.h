@@ -1,6 +1,6 @@
 // The inner loops of linear: a tile of rows times a panel of weights. Every output is one chain of fused multiply-adds over
 // k from 0 up, whatever the tile, so that results do not depend on how rows are grouped or which loop ran. Where a group of
-// k has a scale, a chain is that of a group, and groups are added in order.
+// k has a scale, a chain is that of a group, and groups are added in order. Of INT8 the sums are whole numbers.
 //
 // x of a tile of R rows is interleaved: x[k * R + r].
 #pragma once
@@ -56,7 +56,7 @@ struct PartSums {
         constexpr int j = decltype(index)::value;
         const Vec value = F::template decode<j>(w);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sum[j][r] = vfma(value, vsplat(x + r), sum[j][r]);
+        for (int r = 0; r < R; ++r) sum[j][r] = F::Sums::add(value, vsplat(x + r), sum[j][r]);
       });
     }
   }
@@ -131,7 +131,7 @@ void unpack_scale(const uint16_t* scale, float* to, std::index_sequence<J...>) {
 }
 
 // acc[R][64] at one piece += x * piece, k_count of k; from zero where `first`. With the piece's scales: += scale * (x * piece).
-template <int R, bool Scaled = false>
+template <int R, bool Scaled = false, class Sums = FloatSums>
 __attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, const float* x, float* acc, bool first,
                                              const float* scale = nullptr) {
   Vec a[R], b[R];
@@ -145,8 +145,8 @@ __attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, co
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec s = vsplat(x + r);
-      a[r] = vfma(v, s, a[r]);
-      b[r] = vfma(w, s, b[r]);
+      a[r] = Sums::add(v, s, a[r]);
+      b[r] = Sums::add(w, s, b[r]);
     }
   }
 #pragma GCC unroll 16

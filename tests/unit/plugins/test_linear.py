@@ -16,7 +16,7 @@ from llmc.builder.weights.evaluation import apply
 from llmc.builder.weights.recipe import parse
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
-from llmc.plugins.linear import Attrs, groups, infer, quantize_x, reference
+from llmc.plugins.linear import INT8_COLUMNS, Attrs, groups, infer, quantize_x, quantize_x_int8, reference
 from llmc.plugins.linear.cpu import launch
 from llmc.plugins.operator import StepContext
 from tests.unit.plugins.compiled import ISAS, aligned
@@ -39,7 +39,8 @@ class Case:
 
     def types(self) -> list[TensorType]:
         attrs = Attrs(**self.attrs)
-        vectors = [TensorType("f32", (self.n,))] * ((self.dtype == "f8e4m3") + attrs.bias)
+        by_row, by_column = TensorType("f32", (self.n,)), TensorType("f32", (self.k,))
+        vectors = [by_row] * (self.dtype in ("f8e4m3", "i8")) + [by_column] * attrs.x_factors + [by_row] * attrs.bias
         weight = TensorType(self.dtype, (self.n, self.k))
         if self.dtype == "u4":
             shape = (self.n, groups(self.k, attrs.group_start))
@@ -72,13 +73,20 @@ CASES = [
     Case(320, 70, "u4", attrs={"group_start": 64}),
     Case(50, 64, "u4", 40, {"group_start": 100, "epilogue": "silu"}),
     Case(129, 96, "u4", attrs={"bias": True, "all_reduce": True}),
+    Case(577, 192, "i8", attrs={"x_per_token": True, "x_factors": True, "bias": True}),
+    Case(300, 150, "i8", attrs={"x_per_token": True, "bias": True, "epilogue": "silu_gate"}),
+    Case(1, 3, "i8", attrs={"x_scale": 0.02, "x_factors": True}),
+    Case(1025, 70, "i8", 40, {"x_per_token": True, "epilogue": "gelu"}),
+    Case(129, 96, "i8", attrs={"x_per_token": True, "x_factors": True, "bias": True, "all_reduce": True}),
     Case(129, 200, "f8e4m3", attrs={"bias": True, "epilogue": "silu_gate"}),
     Case(200, 130, "f8e4m3"),
     Case(64, 64, "f8e4m3", attrs={"x_scale": 0.37}),
     Case(70, 96, "f8e4m3", attrs={"x_scale": 0.02, "bias": True, "all_reduce": True}),
 ]
 EXACT, IDENTITY, REDUCED = len(CASES) - 3, len(CASES) - 2, len(CASES) - 1
-INT4_REDUCED = EXACT - 2
+INT8_REDUCED = EXACT - 2
+INT8, INT8_STATIC = INT8_REDUCED - 4, INT8_REDUCED - 2
+INT4_REDUCED = INT8 - 1
 INT4, INT4_SHARD = (INT4_REDUCED - i for i in (4, 2))
 
 
@@ -98,6 +106,8 @@ def weights(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
         w[rng.random(w.shape) < 0.01] = 448
     if case.dtype == "u4":
         w = rng.integers(0, 16, w.shape)
+    if case.dtype == "i8":
+        w = rng.integers(-128, 128, w.shape)
     plain = [w.astype(NUMPY_DTYPES[case.dtype])]
     for kind in case.types()[2:]:
         value = rng.integers(0, 16, kind.shape) if kind.dtype == "u4" else rng.random(kind.shape, np.float32) - 0.3
@@ -200,6 +210,46 @@ def test_an_int4_output_adds_one_group_after_the_other(isa: str, rows: int, case
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 5, 60])
+@pytest.mark.parametrize("case", [INT8, INT8_STATIC])
+def test_int8_is_summed_exactly(isa: str, rows: int, case: int) -> None:
+    """Whatever the row: zeros, numbers too small for a scale, huge outliers, the largest products there are."""
+    chosen = CASES[case]
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((rows, chosen.k), np.float32) * np.exp2(rng.integers(-90, 90, (rows, 1))).astype(np.float32)
+    x[0] = -1e36
+    for row, value in zip(x[1:5], (0, 1e-44, 1e36, -1e-38), strict=False):
+        row[:] = 0
+        row[-1] = value
+    (expected,) = reference(CONTEXT, Attrs(**chosen.attrs), [x, *weights(chosen)[0]])
+    np.testing.assert_array_equal(run(isa, case, x), expected)
+
+
+def test_int8_sums_at_the_edge_of_32_bits() -> None:
+    """As many products as are admitted, each the largest there is."""
+    case = Case(INT8_COLUMNS, 2, "i8", attrs={"x_per_token": True})
+    x = np.ones((1, case.k), np.float32)
+    w = np.full((2, case.k), -128, np.int8)
+    w[1] = 127
+    packed = [aligned(apply(parse("panels(load('w'), 64)"), [w])), aligned(np.ones(2, np.float32))]
+    y = np.zeros((1, 2), np.float32)
+    types = [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types())}]
+    Library([case.call()], ISAS[0], types).run(0, [x, *packed], [y], tokens=1)
+    scale = np.float32(1) / np.float32(127)
+    np.testing.assert_array_equal(y[0], np.array([-128, 127], np.float32) * np.float32(127 * case.k) * scale)
+
+
+def test_rounds_x_to_int8() -> None:
+    x = np.array([[0, 0, 0], [1e-44, 0, 0], [254, 127.5, -1], [np.nan, 1, 2], [1, np.inf, 2]], np.float32)
+    numbers, scale = quantize_x_int8(x, None)
+    np.testing.assert_array_equal(numbers[:3], [[0, 0, 0], [0, 0, 0], [127, 64, 0]])
+    np.testing.assert_array_equal(scale[:, 0], np.array([1, 1, 2, np.nan, np.nan], np.float32))
+    numbers, scale = quantize_x_int8(x, 0.5)
+    np.testing.assert_array_equal(numbers[2], [127, 127, -2])
+    np.testing.assert_array_equal(np.isnan(scale[:, 0]), [False, False, False, True, True])
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
     case = CASES[IDENTITY]
@@ -221,7 +271,7 @@ def test_quantizes_x_as_numpy_does(isa: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("case", [0, 4, 5, INT4])
+@pytest.mark.parametrize("case", [0, 4, 5, INT4, INT8, INT8_STATIC])
 def test_nan_stays_in_its_row(isa: str, case: int) -> None:
     x = np.ones((7, CASES[case].k), np.float32)
     x[3, -1] = np.nan
@@ -231,7 +281,7 @@ def test_nan_stays_in_its_row(isa: str, case: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 6, 70])
-@pytest.mark.parametrize("number", [REDUCED, INT4_REDUCED])
+@pytest.mark.parametrize("number", [REDUCED, INT4_REDUCED, INT8_REDUCED])
 def test_sums_over_ranks_and_adds_the_bias_once(rows: int, number: int) -> None:
     case = CASES[number]
     plain, packed = weights(case)
@@ -268,13 +318,17 @@ def test_sums_over_ranks_and_adds_the_bias_once(rows: int, number: int) -> None:
             "at most one, and only for f8e4m3",
         ),
         ({"x_scale": 1.0}, ["f32[T,8]", "f32[4,8]"], "at most one, and only for f8e4m3"),
+        ({}, ["f32[T,8]", "i8[4,8]", "f32[4]"], "x_scale or x_per_token is missing"),
+        ({"x_per_token": True, "x_factors": True}, ["f32[T,8]", "i8[4,8]", "f32[4]", "f32[4]"], "after w come"),
+        ({"x_per_token": True, "x_factors": True}, ["f32[T,8]", "f8e4m3[4,8]", "f32[4]", "f32[8]"], "only for i8"),
+        ({"x_per_token": True}, ["f32[T,131073]", "i8[4,131073]", "f32[4]"], "could leave 32 bits"),
         ({"x_scale": -1.0}, ["f32[T,8]", "f8e4m3[4,8]", "f32[4]"], "not a positive float32"),
         ({"x_scale": 1e-46}, ["f32[T,8]", "f8e4m3[4,8]", "f32[4]"], "not a positive float32"),
         ({"epilogue": "swish"}, ["f32[T,8]", "f32[4,8]"], "'swish' is not one of"),
         ({"epilogue": "silu_gate"}, ["f32[T,8]", "f32[5,8]"], "an even number of rows"),
         ({"epilogue": "silu", "all_reduce": True}, ["f32[T,8]", "f32[4,8]"], "of a partial sum"),
         ({"bias": True}, ["f32[T,8]", "f32[4,8]"], "after w come"),
-        ({}, ["f32[T,8]", "f16[4,8]"], "expected f32, bf16, f8e4m3 or u4"),
+        ({}, ["f32[T,8]", "f16[4,8]"], "expected f32, bf16, f8e4m3, i8 or u4"),
         ({}, ["f32[8]"], "expected x"),
         ({}, ["f32[T,8]", "u4[4,8]", "f16[4,2]", "u4[4,2]"], "after w come"),
         ({"x_per_token": True}, ["f32[T,8]", "u4[4,8]", "f16[4,1]", "u4[4,1]"], "only for f8e4m3"),
