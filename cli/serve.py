@@ -20,6 +20,13 @@ import click
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
 @click.option("--threads", type=int, help="Threads per rank. Default: what the core finds right.")
 @click.option(
+    "--step-timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds after which a step counts as hung: requests get an error and the server exits with 1.",
+)
+@click.option(
     "--shutdown-timeout",
     default=30.0,
     show_default=True,
@@ -37,6 +44,7 @@ def command(
     max_num_batched_tokens: int | None,
     names: tuple[str, ...],
     threads: int | None,
+    step_timeout: float,
     shutdown_timeout: float,
 ) -> None:
     """Serve PLAN over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /ready, /version, /metrics."""
@@ -48,5 +56,6 @@ def command(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
+        step_timeout=step_timeout,
     )
     sys.exit(serve(ServeConfig(plan, model, lock, host, port, names, options, shutdown_timeout)))

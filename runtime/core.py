@@ -22,7 +22,7 @@ from llmc.artifacts.plan import Plan
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.executor import Executor, ParentGone, RankLost
-from llmc.runtime.messages import Abort, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
+from llmc.runtime.messages import Abort, Alive, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
 from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.params import Limits, check, fit
@@ -31,6 +31,8 @@ from llmc.runtime.scheduler import Scheduled, Scheduler, Sequence
 from llmc.runtime.step import Chunk, StepBatch
 
 _STATS_SECONDS = 0.1
+#: While it rests, so often the core looks after its ranks and shows that it lives, in seconds.
+_BEAT_SECONDS = 1.0
 _NO_TOKEN = "no token could be chosen: the model's logits are not finite, or every token is banned"
 
 
@@ -50,6 +52,7 @@ class Core:
             max_num_seqs=options.max_num_seqs,
             step_timeout=options.step_timeout,
             watch=channel.fileno(),
+            on_wait=self._beat,
         )
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
         caching = options.reuses_prefixes(plan.manifest)
@@ -107,8 +110,12 @@ class Core:
             if self._draining:
                 return
             self._send_stats()
-            idle.poll()
+            if not idle.poll(_BEAT_SECONDS * 1000):
+                self._beat()
             self._executor.check()
+
+    def _beat(self) -> None:
+        self._channel.send(Alive())
 
     # Messages in
 

@@ -3,6 +3,9 @@
 Comes in: a plan's path, a socket to the front end, options. Goes out: messages over the socket; an exit code.
 Must not know: what the core does.
 
+A front end that is stopped answers nobody and cannot be seen to have gone. Where `front_stop_timeout` says so, a thread
+of its own ends it then, and with it this process: the core's loop may itself be waiting for it to read.
+
 Whatever stops it is sent as `Fatal` first, if anybody is still there to read it. Exit codes: those of LlmcError where
 the plan cannot be loaded, 1 for a failure while serving, 0 when it was told to stop or its front end has gone.
 """
@@ -14,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -24,9 +28,11 @@ from llmc.artifacts.plan import Plan
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core import Core
 from llmc.runtime.executor import ParentGone
-from llmc.runtime.machine import die_with
+from llmc.runtime.machine import die_with, is_stopped
 from llmc.runtime.messages import Fatal, ToCore
 from llmc.runtime.options import CoreOptions
+
+_WATCH_SECONDS = 0.5
 
 
 def _process_age() -> float:
@@ -44,8 +50,25 @@ def _serve(path: str, channel: Channel[ToCore], options: str) -> int:
     plan = Plan.open(path, verify=wanted.verified is None)
     if wanted.verified not in (None, plan.digest):
         raise PlanError(f"{path}: was replaced while it was being loaded; start again")
+    if wanted.front_stop_timeout is not None:
+        arguments = (os.getppid(), wanted.front_stop_timeout)
+        threading.Thread(target=_watch_front, args=arguments, daemon=True).start()
     with Core(plan, channel, wanted) as core:
         return core.run(_process_age())
+
+
+def _watch_front(front: int, patience: float) -> None:
+    """Kills process `front` once it has been stopped for `patience` seconds of this process's own turns."""
+    stopped = 0
+    while stopped * _WATCH_SECONDS < patience:
+        time.sleep(_WATCH_SECONDS)
+        stopped = stopped + 1 if is_stopped(front) else 0
+    print(
+        f"error: the front end has been stopped for {patience:g} s; it is killed, so that no client waits for ever",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(front, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self, TypeVar
 
@@ -96,7 +96,7 @@ class Executor:
 
     `threads` are per rank (default: the usable processors shared out evenly), `kv_bytes` is for all ranks together,
     `num_blocks` says the same in blocks. `watch` is a descriptor whose hang-up ends a step with ParentGone. With
-    `timed` each launch's time is noted, for `launch_seconds`.
+    `timed` each launch's time is noted, for `launch_seconds`. `on_wait` is called twice a second while it waits.
     Raises LlmcError where the plan cannot be loaded here.
     """
 
@@ -111,6 +111,7 @@ class Executor:
         step_timeout: float = 60.0,
         watch: int | None = None,
         timed: bool = False,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         plan.check_machine()
         manifest, profile = plan.manifest, plan.manifest.profile
@@ -136,6 +137,8 @@ class Executor:
         #: Rank 0's code, loaded here too: for sampling, and to call the others off.
         self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
         self._watch = watch
+        self._on_wait = on_wait
+        self._stopped_since: float | None = None
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
         memory_fd = os.memfd_create("llmc-step")
@@ -222,10 +225,18 @@ class Executor:
         return list(self._ranks)
 
     def check(self) -> None:
-        """Raises RankLost if a rank has died since the last step."""
+        """Between two steps: raises RankLost if a rank has died, or was found stopped for STOPPED_SECONDS of calls."""
         for descriptor, _ in self._poll.poll(0):
             if (rank := self._ranks.get(descriptor)) is not None:
                 self._lose(rank, rank.receive())
+        stopped = [rank for rank in self._ranks.values() if rank.is_stopped()]
+        now = time.monotonic()
+        if not stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED_SECONDS:
+            self._give_up(f"{_name(stopped)} is stopped (SIGSTOP or a debugger)")
 
     def _wait(self, answer: bytes, timeout: float) -> None:
         """Waits until every rank has given this answer."""
@@ -243,6 +254,7 @@ class Executor:
                     self._lose(rank, data)
                 waiting.discard(descriptor)
             if not events:
+                self._on_wait()
                 self._check_progress(waiting, time.monotonic() - began, timeout)
 
     def _check_progress(self, waiting: set[int], seconds: float, timeout: float) -> None:

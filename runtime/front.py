@@ -20,7 +20,7 @@ from llmc.runtime.sequence import Delta, Sequence
 from llmc.runtime.text import Detokenizer
 
 #: With requests in flight, generation counts as working while the core shows progress at least this often, in seconds.
-PROGRESS_DEADLINE = 10.0
+PROGRESS_DEADLINE = 9.0
 
 
 class Observer:
@@ -134,6 +134,7 @@ class FrontEnd:
         self._loop = asyncio.get_running_loop()
         self._live: dict[str, _Live] = {}
         self._progress = self._loop.time()
+        self._messages = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.started = asyncio.Event()  # set by Ready, and by a failure before it
@@ -183,6 +184,11 @@ class FrontEnd:
         return self._progress
 
     @property
+    def messages(self) -> int:
+        """How many messages have come: one that stands still is a core that does."""
+        return self._messages
+
+    @property
     def in_flight(self) -> int:
         """Sequences that have not ended."""
         return len(self._live)
@@ -197,6 +203,7 @@ class FrontEnd:
 
     def receive(self, message: FromCore) -> None:
         """Takes one message of the core."""
+        self._messages += 1
         if type(message) is Output:
             self._on_output(message)
         elif type(message) is Stats:

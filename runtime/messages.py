@@ -1,6 +1,6 @@
 """What processes say to each other: the only types that cross a channel. msgspec structs, encoded as MessagePack.
 
-    front end (HTTP or Engine) --Submit, Abort, Shutdown--> core --Ready, Output, Stats, Fatal--> front end
+    front end (HTTP or Engine) --Submit, Abort, Shutdown--> core --Ready, Output, Stats, Alive, Fatal--> front end
 
 Every accepted Submit ends in exactly one Output whose `finish_reason` is set. Must not know: any other module.
 """
@@ -116,6 +116,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The core's loop turns: sent while it rests and while a step lasts, at least once a second."""
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The core cannot go on (a rank died or hung). It fails every request, sends this and exits with code 1."""
 
@@ -123,4 +127,4 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCore = Submit | Abort | Shutdown
-FromCore = Ready | Output | Stats | Fatal
+FromCore = Ready | Output | Stats | Alive | Fatal

@@ -20,7 +20,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     `prefix_cache` does nothing for a model that carries a recurrent state: nothing of a prefix could be taken over.
     `kv_bytes` counts all ranks, `num_blocks` says the same in blocks and wins; `threads` are per rank. `step_timeout`
     is how many seconds a step may take before its ranks count as hung. `verified` is the digest of a plan whose
-    sections whoever starts the core has just checked: the core then does not hash them again.
+    sections whoever starts the core has just checked: the core then does not hash them again. `front_stop_timeout` is
+    how many seconds the process that started the core may be stopped (SIGSTOP) before the core kills it (None: never).
     """
 
     kv_bytes: int | None = None
@@ -31,6 +32,7 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_cache: bool = True
     step_timeout: float = 60.0
     verified: str | None = None
+    front_stop_timeout: float | None = None
 
     def reuses_prefixes(self, manifest: Manifest) -> bool:
         """Whether the prefix cache is on: never where sequences carry a recurrent state, which blocks do not hold."""

@@ -23,7 +23,9 @@ from llmc.runtime.model_text import ModelText
 from llmc.runtime.options import CoreOptions
 
 _WATCH_SECONDS = 0.5
-#: Beyond its own step timeout, so long may the core be silent with requests in flight, in seconds.
+#: A core that has loaded speaks at least once a second. So long it may say nothing, in seconds.
+_SILENT_SECONDS = 8.0
+#: Beyond its own step timeout, so long may the core make no step with requests in flight, in seconds.
 _STUCK_SECONDS = 10.0
 _ERROR_OF_EXIT: dict[int, type[LlmcError]] = {2: UsageError, 3: PlanError}
 
@@ -62,6 +64,7 @@ class Service:
             _trim()
             await service.process.connect(service._receive, service._on_gone)
             service._watcher = asyncio.create_task(service._watch(options.step_timeout + _STUCK_SECONDS))
+            service._watcher.add_done_callback(service._on_watched)
         except BaseException:
             await service.close()
             raise
@@ -87,22 +90,31 @@ class Service:
         self.front.fail("the engine was shut down")
 
     async def _watch(self, patience: float) -> None:
-        """Kills a core that is stopped, or silent for `patience` seconds: it would neither answer nor close its socket.
+        """Kills a core that is stopped, silent, or makes no step for `patience` seconds: its socket would stay open.
 
         It counts its own turns, not time: time also passes while this very process is stopped.
         """
         assert self.process is not None
-        stopped = silent = 0
-        progress = self.front.progress
-        while self.front.failure is None:
+        front = self.front
+        stopped = silent = stuck = 0
+        messages, progress = front.messages, front.progress
+        while front.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
             stopped = stopped + 1 if is_stopped(self.process.process.pid) else 0
-            silent = silent + 1 if self.front.in_flight and self.front.progress == progress else 0
-            progress = self.front.progress
+            silent = silent + 1 if front.core is not None and front.messages == messages else 0
+            stuck = stuck + 1 if front.in_flight and front.progress == progress else 0
+            messages, progress = front.messages, front.progress
             if stopped * _WATCH_SECONDS >= STOPPED_SECONDS:
                 self._give_up("is stopped (SIGSTOP or a debugger)")
-            elif silent * _WATCH_SECONDS >= patience:
+            elif silent * _WATCH_SECONDS >= _SILENT_SECONDS:
+                self._give_up(f"has given no sign of life for {_SILENT_SECONDS:g} s")
+            elif stuck * _WATCH_SECONDS >= patience:
                 self._give_up(f"has made no step for {patience:g} s")
+
+    def _on_watched(self, watcher: asyncio.Task[None]) -> None:
+        # Without a watchdog a client could wait for ever. A process without memory loses it first.
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._give_up(f"cannot be watched any more: {error!r}")
 
     def _give_up(self, how: str) -> None:
         assert self.process is not None

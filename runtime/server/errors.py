@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from llmc.runtime.params import RequestError
+from llmc.runtime.server.last_resort import end_process
 
 log = logging.getLogger("llmc.server")
 
@@ -138,5 +139,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
+        if isinstance(error, MemoryError):
+            end_process()
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
         return _response(ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details"))

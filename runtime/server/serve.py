@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import uvicorn
 
 from llmc.artifacts.errors import UsageError
@@ -29,12 +31,15 @@ from llmc.runtime.front import PROGRESS_DEADLINE
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.server.app import create_app
 from llmc.runtime.server.context import ServerContext
+from llmc.runtime.server.last_resort import EndWithoutMemory, guard_loop, watch_loop
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.service import Service
 
 log = logging.getLogger("llmc.server")
 #: After draining, responses get this long to be written; with STOP_SECONDS it bounds the exit after an engine's death.
 FLUSH_SECONDS = 2
+#: A server that is stopped (SIGSTOP, Ctrl-Z) answers nobody: its core kills it after so many seconds.
+FRONT_STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     plan = require_verified(config.plan, config.model, config.lock)
-    config.options.check(plan.manifest.profile)
+    options = msgspec.structs.replace(config.options, front_stop_timeout=FRONT_STOP_SECONDS)
+    options.check(plan.manifest.profile)
+    config = dataclasses.replace(config, options=options)
     with _listen(config.host, config.port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Run(config, plan, sock, core_command, progress_deadline).main())
 
@@ -121,7 +128,7 @@ class _Run:
         self._context = ServerContext(plan, names, Metrics(names[0], info))
         self._signalled: signal.Signals | None = None
         self._stop = asyncio.Event()
-        app = create_app(self._context)
+        app = EndWithoutMemory(create_app(self._context))
         self._http = _Server(
             uvicorn.Config(
                 app,
@@ -137,8 +144,10 @@ class _Run:
     async def main(self) -> int:
         """Returns the exit code."""
         loop = asyncio.get_running_loop()
+        guard_loop(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        watch = asyncio.create_task(watch_loop())
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
         service = None
         try:
@@ -161,6 +170,7 @@ class _Run:
         finally:
             self._http.should_exit = True
             await asyncio.gather(http, *([service.close()] if service else []))
+            watch.cancel()
         if failure is not None:
             log.error("the engine has stopped: %s", failure)
             return 1

@@ -20,6 +20,7 @@ import msgspec
 from llmc.artifacts.plan import Plan
 from llmc.runtime.messages import (
     Abort,
+    Alive,
     Fatal,
     Logprob,
     Output,
@@ -50,6 +51,8 @@ class FakeCore:
 
     def receive(self, block: bool) -> list[ToCore]:
         while block or select.select([self.sock], [], [], 0)[0]:
+            while not select.select([self.sock], [], [], 1)[0]:
+                self.send(Alive())
             data = self.sock.recv(1 << 20)
             if not data:
                 sys.exit(0)

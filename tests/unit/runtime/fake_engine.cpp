@@ -1,6 +1,9 @@
 // An engine whose model is a hash of all tokens so far, read back from KV memory through block tables: a wrong table, a
 // lost block or a block of another sequence gives other tokens. Ranks meet at the real barrier, rows go to the real
 // sampler. tests/unit/runtime/fake_engine.py has the same model in Python, and writes the weights.
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +19,7 @@ struct Weights {
   int32_t step_us;    // how long a step lasts at least
   int32_t vocab_start, vocab_size, vocab;
   int32_t block_size, max_tokens;
+  int32_t hang_token;  // a step that is given it does not end; -1: no token does that
 };
 struct Slot {
   int32_t token, position;
@@ -77,6 +81,7 @@ int32_t llmc_run(void* handle, const llmc_step* step) {
   if (step->num_tokens < 1 || step->num_tokens > e.weights.max_tokens) return 1;
   e.rank.arena[0] = 1;
   if (e.weights.step_us) usleep(useconds_t(e.weights.step_us));
+  if (std::count(step->ids, step->ids + step->num_tokens, e.weights.hang_token)) pause();
   write_kv(e, *step);
   if (!e.comm.wait()) return 2;
   int32_t seq = 0;

@@ -31,7 +31,7 @@ from llmc.artifacts.schema import (
 )
 from llmc.plugins.all_reduce.cpu import comm_bytes
 from llmc.runtime.channel import Channel
-from llmc.runtime.messages import Abort, Fatal, FromCore, Output, Ready, SamplingParams, Shutdown, Stats, Submit
+from llmc.runtime.messages import Abort, Alive, Fatal, FromCore, Output, Ready, SamplingParams, Shutdown, Stats, Submit
 from llmc.runtime.options import CoreOptions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,19 +59,20 @@ def write_engine_plan(
     max_tokens: int = 32,
     step_us: int = 0,
     block_size_in_code: int = BLOCK_SIZE,
+    hang_token: int = -1,
 ) -> Path:
-    """A plan of `tp` ranks; every step lasts `step_us` at least."""
+    """A plan of `tp` ranks; every step lasts `step_us` at least, and for ever if it holds `hang_token`."""
     bounds = [VOCAB * rank // tp for rank in range(tp + 1)]
     with PlanWriter(path) as writer:
         ranks = []
         for rank in range(tp):
             start, size = bounds[rank], bounds[rank + 1] - bounds[rank]
-            numbers = (NAN_TOKEN, step_us, start, size, VOCAB, block_size_in_code, max_tokens)
+            numbers = (NAN_TOKEN, step_us, start, size, VOCAB, block_size_in_code, max_tokens, hang_token)
             writer.add(f"code/rank{rank}.so", engine_code())
-            writer.add(f"weights/rank{rank}.bin", struct.pack("<7i", *numbers))
+            writer.add(f"weights/rank{rank}.bin", struct.pack("<8i", *numbers))
             layer = KVLayer(0, 1, 1, "i32", 0, BLOCK_SIZE * 8)
             names = (f"code/rank{rank}.so", f"weights/rank{rank}.bin", f"graph/rank{rank}.ir")
-            ranks.append(RankProgram(rank, *names, 28, 64, BLOCK_SIZE * 8, (layer,), start, size, 1, 1.0))
+            ranks.append(RankProgram(rank, *names, 32, 64, BLOCK_SIZE * 8, (layer,), start, size, 1, 1.0))
         writer.add("weights/shared.bin", struct.pack("<i", SALT))
         writer.seal(
             Manifest(
@@ -129,6 +130,7 @@ class Client:
         self.stats: list[Stats] = []
         self.ready: Ready | None = None
         self.fatal: Fatal | None = None
+        self.beats = 0
 
     def __enter__(self) -> Client:
         self.wait(lambda: self.ready is not None or self.fatal is not None)
@@ -182,6 +184,8 @@ class Client:
             self.stats.append(message)
         elif isinstance(message, Ready):
             self.ready = message
+        elif isinstance(message, Alive):
+            self.beats += 1
         else:
             self.fatal = message
 

@@ -53,7 +53,7 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
-def write_plan(path: Path, *, template: bool = True, max_seq_len: int = 512, **model: object) -> Path:
+def write_plan(path: Path, *, template: str = TEMPLATE, max_seq_len: int = 512, **model: object) -> Path:
     tokenizer = byte_level()
     info = {
         "name": "fake",
@@ -72,7 +72,7 @@ def write_plan(path: Path, *, template: bool = True, max_seq_len: int = 512, **m
         writer.add("tokenizer/tokenizer_config.json", json.dumps(config).encode())
         writer.add("tokenizer/generation_config.json", json.dumps({"temperature": 0.7, "top_k": None}).encode())
         if template:
-            writer.add("tokenizer/chat_template.jinja", TEMPLATE.encode())
+            writer.add("tokenizer/chat_template.jinja", template.encode())
         writer.seal(
             Manifest(
                 FORMAT_VERSION,

@@ -304,3 +304,21 @@ def test_code_that_refuses_to_start_says_why(tmp_path: Path) -> None:
         assert client.fatal is not None
         assert "rank 0: block_size is 0" in client.fatal.error
         assert client.process.wait(10) == 6
+
+
+def test_a_stopped_rank_is_noticed_at_rest(plan_tp2: Path) -> None:
+    with Client(plan_tp2) as client:
+        client.signal_rank(1, signal.SIGSTOP)
+        client.wait(lambda: client.fatal is not None, 10)
+        assert "rank 1 is stopped (SIGSTOP" in client.fatal.error
+        assert client.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_core_shows_that_it_lives(tmp_path: Path, busy: bool) -> None:
+    path = write_engine_plan(tmp_path / "beats.plan", step_us=1_500_000 if busy else 0)
+    with Client(path) as client:
+        if busy:
+            client.submit("a", [1], max_tokens=1)
+        beats = client.beats
+        client.wait(lambda: client.beats >= beats + 2, 5)

@@ -216,7 +216,7 @@ def test_names_in_the_api(fake_plan: Path) -> None:
 
 
 def test_a_plan_without_a_chat_template(tmp_path: Path) -> None:
-    with fake_server(write_plan(tmp_path / "p.plan", template=False)) as server:
+    with fake_server(write_plan(tmp_path / "p.plan", template="")) as server:
         chat = {"messages": [{"role": "user", "content": "x"}]}
         response = server.http.post("/v1/chat/completions", json=chat)
         assert response.status_code == 400
@@ -228,3 +228,12 @@ def test_it_is_bound_to_this_machine_only(server: Server) -> None:
     table = Path("/proc/net/tcp").read_text().splitlines()[1:]
     local = [line.split()[1] for line in table if line.split()[3] == "0A"]
     assert [a for a in local if int(a.split(":")[1], 16) == server.port] == [f"0100007F:{server.port:04X}"]
+
+
+def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+    with fake_server(write_plan(tmp_path / "p.plan", template=endless)) as server:
+        with pytest.raises(httpx.TransportError):
+            server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=20)
+        assert server.finish() == 1
+        assert "chat_template" in server.log

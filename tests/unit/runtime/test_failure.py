@@ -1,0 +1,142 @@
+"""Every process of a running server is killed, stopped and starved in turn: nobody waits for ever, nothing remains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.runtime.fake_engine import alive, children, write_engine_plan
+from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.test_server_core import with_tokenizer
+
+#: What the issue of readiness allows: every client has an answer, and every process is gone.
+WITHIN = 10.0
+HANG_TOKEN = 47  # not among the greedy answers below
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    return with_tokenizer(write_engine_plan(folder / "fake.plan", tp=2, step_us=50_000, hang_token=HANG_TOKEN))
+
+
+class Clients:
+    """A stream and a whole answer, each read by a thread to its end, whatever that is."""
+
+    def __init__(self, server: Server) -> None:
+        self.ends: list[str] = []
+        self._url = f"{server.url}/v1/completions"
+        self._threads = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in (True, False)]
+        for thread in self._threads:
+            thread.start()
+        server.wait_for(lambda: server.metric("num_requests_running") == 2)
+
+    def _read(self, stream: bool) -> None:
+        body = {"prompt": [3, 5, 8], "max_tokens": 90, "temperature": 0, "ignore_eos": True, "stream": stream}
+        try:
+            self.ends.append(httpx.post(self._url, json=body, timeout=60).text)
+        except httpx.TransportError as error:
+            self.ends.append(f"connection lost: {error!r}")
+
+    def join(self, seconds: float) -> list[str]:
+        for thread in self._threads:
+            thread.join(seconds)
+        assert not any(thread.is_alive() for thread in self._threads), "a client still waits"
+        return self.ends
+
+
+def processes(server: Server) -> dict[str, int]:
+    core = server.core_pid()
+    first, second = children(core)
+    return {"http": server.process.pid, "core": core, "rank 0": first, "rank 1": second}
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def starve(pid: int) -> None:
+    """Lets a process allocate no more: what a container's limit does to one that cannot be killed for it."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("harm", [kill, stop])
+@pytest.mark.parametrize("victim", ["http", "core", "rank 0", "rank 1"])
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_the_end_of_one_process_is_the_end_of_all(
+    plan: Path, victim: str, harm: Callable[[int], None], busy: bool
+) -> None:
+    before = shared_memory()
+    with real_server(plan) as server:
+        pids = processes(server)
+        clients = Clients(server) if busy else None
+        began = time.monotonic()
+        harm(pids[victim])
+        for end in clients.join(WITHIN) if clients else ():
+            assert "connection lost" in end if victim == "http" else "generation failed" in end
+        code = server.finish(WITHIN)
+        assert code == (-signal.SIGKILL if victim == "http" else 1)
+        while any(map(alive, pids.values())):
+            assert time.monotonic() - began < WITHIN, f"still there: {[n for n, pid in pids.items() if alive(pid)]}"
+            time.sleep(0.05)
+        assert time.monotonic() - began < WITHIN
+        assert "Traceback" not in server.log
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("victim", ["http", "core"])
+def test_memory_that_runs_out_leaves_nobody_waiting(plan: Path, victim: str) -> None:
+    with real_server(plan) as server:
+        pids = processes(server)
+        clients = Clients(server)
+        starve(pids[victim])
+        greedy = {"prompt": "w3 " * 2_000_000}
+        with contextlib.suppress(httpx.TransportError):
+            assert httpx.post(f"{server.url}/v1/completions", json=greedy, timeout=20).status_code >= 400
+        clients.join(20)  # 90 steps of 50 ms: whoever can do without more memory gives an answer
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+        assert server.finish(WITHIN) in (0, 1)
+        assert not any(map(alive, pids.values()))
+
+
+def test_a_step_that_does_not_end(plan: Path) -> None:
+    """Readiness is red within 10 s, then requests get an error, then the process ends with 1 for its supervisor."""
+    with real_server(plan, "--step-timeout", "12") as server:
+        pids = processes(server)
+        clients = Clients(server)
+        began = time.monotonic()
+        hung: list[httpx.Response] = []
+        body = {"prompt": [HANG_TOKEN]}
+        thread = threading.Thread(
+            target=lambda: hung.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)), daemon=True
+        )
+        thread.start()
+        server.wait_for(lambda: server.status("/ready") == 503, WITHIN)
+        assert time.monotonic() - began < WITHIN
+        assert "has made no step" in server.http.get("/ready").json()["error"]["message"]
+        for end in clients.join(WITHIN):
+            assert "gave no answer" in end
+        thread.join(WITHIN)
+        assert hung[0].status_code == 500
+        assert server.finish(WITHIN) == 1
+        assert not any(map(alive, pids.values()))
