@@ -138,12 +138,13 @@ def compile_plan(
     if table is not None:
         table.check(checkpoint.digest)
     rounded = open_rounded(table)
+    compiler = Compiler(toolchain, target, ObjectCache(default_folder()) if options.cache else None, options.workers)
+    compiler.begin()  # tracing takes one processor
     front = _front(checkpoint, options, table, kv, profile, target, progress, watch)
     source = ModelWeights(checkpoint, front.traced.buffers, rounded)
     if table is not None:
         with progress.stage("ranges"):
             check_ranges(front.traced.graph, table, source)
-    compiler = Compiler(toolchain, target, ObjectCache(default_folder()) if options.cache else None, options.workers)
     sources = [emit(front.lowered, program.rank) for program in front.lowered.programs]
     with progress.stage("compile", compiler.units(sources)) as done:
         codes = compiler.libraries(sources, done)

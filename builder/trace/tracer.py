@@ -69,6 +69,17 @@ def trace(checkpoint: Checkpoint, longest: int | None = None) -> Traced:
 
 def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None, longest: int | None = None) -> Traced:
     """Traces the causal language model of a config; `tensors` None: every parameter counts as stored."""
+    torch.fx.config.do_not_emit_stack_traces = True  # a sixth of the time
+    try:
+        return _traced(config, tensors, longest)
+    except UnsupportedError:
+        torch.fx.config.do_not_emit_stack_traces = False
+        return _traced(config, tensors, longest)  # what raises again then names its line of Python
+    finally:
+        torch.fx.config.do_not_emit_stack_traces = False
+
+
+def _traced(config: Any, tensors: Mapping[str, Sequence[int]] | None, longest: int | None) -> Traced:
     exported = export(config, tensors, longest)
     emitter = Emitter(exported, tensors)
     outputs = _walk(exported, emitter)

@@ -56,6 +56,12 @@ def test_libraries_need_only_what_every_machine_has(code: list[bytes], tmp_path:
     assert set(needed) <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2"}
 
 
+def test_what_was_begun_before_the_sources_were_known_is_the_same_code(sources, toolchain: Toolchain, code) -> None:
+    compiler = Compiler(toolchain, TARGET)
+    compiler.begin()
+    assert compiler.libraries(sources) == code
+
+
 def test_libraries_export_the_abi_and_nothing_else(code: list[bytes], tmp_path: Path) -> None:
     lines = elf(code[0], tmp_path, "--dyn-syms").splitlines()
     exported = {line.split()[-1] for line in lines if re.search(r" (GLOBAL|WEAK|UNIQUE) +DEFAULT +\d+ ", line)}
