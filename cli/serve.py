@@ -8,6 +8,21 @@ from pathlib import Path
 import click
 
 
+def parse_weights(text: str) -> dict[str, float]:
+    """ "interactive=3,batch=1" as a mapping."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        name = name.strip()
+        try:
+            if not name or name in weights:
+                raise ValueError
+            weights[name] = float(weight)
+        except ValueError:
+            raise click.BadParameter(f"{part!r} in {text!r}; give name=weight, separated by commas") from None
+    return weights
+
+
 @click.command(name="serve")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), help="Checkpoint that the plan must be of, file by file.")
@@ -17,6 +32,41 @@ import click
 @click.option("--kv-bytes", type=int, help="Bytes of KV cache, all ranks together. Default: what the core finds right.")
 @click.option("--max-num-seqs", type=int, help="Sequences in execution at once; at most what the profile allows.")
 @click.option("--max-num-batched-tokens", type=int, help="Tokens of a step; at most what the profile allows.")
+@click.option(
+    "--itl-budget-ms",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Milliseconds that a step may take while answers stream; prompts are cut to fit, by the speed measured.",
+)
+@click.option(
+    "--max-long-prefills",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Prompts of more than four full steps that are worked on at once.",
+)
+@click.option(
+    "--priority-weights",
+    "weights",
+    default="interactive=3,batch=1",
+    show_default=True,
+    callback=lambda _, __, text: parse_weights(text),
+    help="Classes that a request's `priority` may name, and their shares.",
+)
+@click.option(
+    "--max-num-queued-reqs",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Sequences that may wait to be begun; more are answered 429.",
+)
+@click.option(
+    "--queue-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that a sequence may wait to be begun before it is answered 429. Default: no limit.",
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Reuse keys and values of equal prefixes."
+)
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
 @click.option("--threads", type=int, help="Threads per rank. Default: what the core finds right.")
 @click.option(
@@ -42,6 +92,12 @@ def command(
     kv_bytes: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
+    itl_budget_ms: float | None,
+    max_long_prefills: int,
+    weights: dict[str, float],
+    max_num_queued_reqs: int,
+    queue_timeout: float | None,
+    prefix_cache: bool,
     names: tuple[str, ...],
     threads: int | None,
     step_timeout: float,
@@ -57,5 +113,11 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
         step_timeout=step_timeout,
+        itl_budget_ms=itl_budget_ms,
+        max_long_prefills=max_long_prefills,
+        priority_weights=weights,
+        max_num_queued_reqs=max_num_queued_reqs,
+        queue_timeout=queue_timeout,
+        prefix_cache=prefix_cache,
     )
     sys.exit(serve(ServeConfig(plan, model, lock, host, port, names, options, shutdown_timeout)))

@@ -3,38 +3,73 @@
 Comes in: token ids, block numbers. Goes out: block numbers. Must not know: sequences, memory, the executor.
 
 The prefix cache is a tree of full blocks. A block's key is its parent's number and the exact tuple of its own tokens,
-so that a hit means equal tokens from the first on: there is no hash that could collide. A number can serve as a key
-because a parent outlives its children: whoever holds a block holds its whole chain, `release` gives up children first,
-and so the least recently released block, which is evicted first, never has a child.
+so that a hit means equal tokens from the first on: there is no hash that could collide. The first block's parent is a
+root: sequences of different roots (another tenant, another salt) never find each other's blocks. A number can serve as
+a key because a parent outlives its children: whoever holds a block holds its whole chain, `release` gives up children
+first, and so the least recently released block, which is evicted first, never has a child.
+
+A block is written only by whoever allocated it, and never once it is full: a sequence that goes on from a shared prefix
+writes into blocks of its own, and computes again the part of the prefix that fills no block. That takes the place of
+copying on write.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-#: The parent of a sequence's first block.
+#: What stands for a block's parent where there is none: ROOT, or (tenant, salt) for a tree of its own.
+Root = int | tuple[str, str]
 ROOT = -1
 
-_Key = tuple[int, tuple[int, ...]]
+_Key = tuple[Root, tuple[int, ...]]
+
+
+@dataclass
+class CacheCounters:
+    """What the prefix cache has done so far. `queries` and `hits` are prompt tokens looked up and found; of the blocks
+    evicted, `lifetime_seconds` sums the time since each could be found first, `idle_seconds` that since it was last
+    held.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0
+    lifetime_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens. Each is free, held (counted), or idle: cached and held by nobody."""
 
-    def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
-        self.evictions = 0
+        self.counters = CacheCounters()
+        self._clock = clock
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._idle: OrderedDict[int, float] = OrderedDict()  # least recently released first, and when that was
         self._keys: list[_Key | None] = [None] * num_blocks
         self._cached: dict[_Key, int] = {}
+        self._since = [0.0] * num_blocks  # when a cached block became one
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their tokens, held or not."""
+        return len(self._cached)
 
     @property
     def num_available(self) -> int:
@@ -60,12 +95,12 @@ class BlockPool:
         else:
             if not self._idle:
                 raise IndexError(f"all {self.num_blocks} blocks are held")
-            block, _ = self._idle.popitem(last=False)
-            key = self._keys[block]
-            assert key is not None
-            del self._cached[key]
-            self._keys[block] = None
-            self.evictions += 1
+            block, released = self._idle.popitem(last=False)
+            self._forget(block)
+            now = self._clock()
+            self.counters.evictions += 1
+            self.counters.lifetime_seconds += now - self._since[block]
+            self.counters.idle_seconds += now - released
         self._holders[block] = 1
         return block
 
@@ -89,13 +124,19 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
-                    self._idle[block] = None
+                    self._idle[block] = self._clock()
 
-    def commit(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._cached[key]
+        self._keys[block] = None
+
+    def commit(self, parent: Root, tokens: tuple[int, ...], block: int) -> int:
         """Offers a full, held block for reuse; returns the block to use in its place from now on.
 
         That is another block if one of the same prefix is there already: it is held instead, and `block` is released.
-        `parent` is what `commit` returned for the block before it, or ROOT.
+        `parent` is what `commit` returned for the block before it, or the root.
         """
         if not self.caching:
             return block
@@ -104,18 +145,40 @@ class BlockPool:
         if found is None:
             self._cached[key] = block
             self._keys[block] = key
+            self._since[block] = self._clock()
             return block
         if found != block:
             self.hold((found,))
             self.release((block,))
         return found
 
-    def match(self, tokens: array[int], most: int) -> list[int]:
+    def retract(self, blocks: Iterable[int]) -> set[int]:
+        """Takes back that these blocks, which are held, can be found, and with them what goes on from them. Returns all
+        of them: nobody may commit a block with one of them as its parent any more.
+        """
+        gone = {block for block in blocks if self._keys[block] is not None}
+        while True:
+            after = {block for (parent, _), block in self._cached.items() if parent in gone} - gone
+            if not after:
+                break
+            gone |= after
+        for block in gone:
+            self._forget(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+        return gone
+
+    def find(self, parent: Root, tokens: tuple[int, ...]) -> int | None:
+        """The cached block of these tokens after that parent. It is not held yet."""
+        return self._cached.get((parent, tokens)) if self._cached else None
+
+    def match(self, tokens: array[int], most: int, root: Root = ROOT) -> list[int]:
         """The cached blocks that hold the start of `tokens`, at most `most` of them. They are not held yet."""
         blocks: list[int] = []
-        parent, size = ROOT, self.block_size
-        for index in range(min(most, len(tokens) // size) if self._cached else 0):
-            found = self._cached.get((parent, tuple(tokens[index * size : (index + 1) * size])))
+        parent, size = root, self.block_size
+        for index in range(min(most, len(tokens) // size)):
+            found = self.find(parent, tuple(tokens[index * size : (index + 1) * size]))
             if found is None:
                 break
             blocks.append(found)
@@ -143,10 +206,13 @@ class BlockPool:
             assert (count == 0) == (idle or block in free), f"block {block}: {count} holders, idle {idle}"
             assert not idle or self._keys[block] is not None, f"idle block {block} cannot be found"
             assert block not in free or self._keys[block] is None, f"free block {block} can be found"
+        assert len(free) + len(self._idle) + sum(count > 0 for count in counts) == self.num_blocks
         assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._cached
         order = {block: place for place, block in enumerate(self._idle)}
         for (parent, tokens), block in self._cached.items():
             assert len(tokens) == self.block_size
-            assert parent == ROOT or self._keys[parent] is not None, f"block {block} has lost its parent {parent}"
+            if parent == ROOT or isinstance(parent, tuple):
+                continue
+            assert self._keys[parent] is not None, f"block {block} has lost its parent {parent}"
             if parent in order:
                 assert order.get(block, self.num_blocks) < order[parent], f"block {parent} would go before {block}"

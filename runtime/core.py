@@ -19,20 +19,27 @@ from typing import Self
 
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
+from llmc.runtime.admission import Patience
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
+from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.executor import Executor, ParentGone, RankLost
 from llmc.runtime.messages import Abort, Alive, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
 from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
+from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
 from llmc.runtime.sampling import RowSampler, logprobs_of
-from llmc.runtime.scheduler import Scheduled, Scheduler, Sequence
+from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
 from llmc.runtime.step import Chunk, StepBatch
 
 _STATS_SECONDS = 0.1
 #: While it rests, so often the core looks after its ranks and shows that it lives, in seconds.
 _BEAT_SECONDS = 1.0
+_TURNED_AWAY = {
+    "queue_full": "the queue is full: {waiting} requests wait already (--max-num-queued-reqs)",
+    "queue_timeout": "the request was not begun within {seconds:g} s (--queue-timeout)",
+}
 _NO_TOKEN = "no token could be chosen: the model's logits are not finite, or every token is banned"
 
 
@@ -57,18 +64,26 @@ class Core:
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
         caching = options.reuses_prefixes(plan.manifest)
         self._pool = BlockPool(self._executor.num_blocks, profile.block_size, caching)
+        most = options.max_num_batched_tokens or profile.max_num_batched_tokens
+        budget = options.itl_budget_ms
+        self._pace = None if budget is None else Pace(budget / 1000, min(LEAST_CHUNK, most), most)
+        self._patience = Patience(options.max_num_queued_reqs, options.queue_timeout)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_num_batched_tokens=most,
             max_seq_len=profile.max_seq_len,
+            weights=options.priority_weights,
+            max_long_prefills=options.max_long_prefills,
+            patience=self._patience,
+            pace=self._pace,
         )
         pool_tokens = self._pool.num_blocks * profile.block_size
         self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
         self._sampler = RowSampler(self._executor.library, model.vocab_size, profile.max_num_seqs)
         self._draining = self._stopping = False
         self._steps = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._schedule_seconds = 0.0
         self._stats_time = 0.0
         self._stats_steps = -1
 
@@ -103,7 +118,10 @@ class Core:
     def _loop(self, idle: select.poll) -> None:
         while not self._stopping:
             self._receive()
+            began = time.perf_counter()
             batch = self._scheduler.schedule()
+            self._turn_away()
+            self._schedule_seconds += time.perf_counter() - began
             if batch is not None:
                 self._step(batch)
                 continue
@@ -136,9 +154,23 @@ class Core:
                 raise UsageError("the engine is shutting down and takes no more requests")
             params = fit(message.prompt, check(message.params, self._limits), self._limits)
             seed = secrets.randbits(63) if params.seed is None else params.seed
-            self._scheduler.add(Sequence(message.request_id, message.prompt, params, self._eos, seed))
+            sequence = Sequence(message.request_id, message.prompt, params, self._eos, seed, message.handling)
+            self._scheduler.add(sequence)
         except UsageError as error:
             self._channel.send(Output(message.request_id, [], finish_reason="error", error=str(error)))
+
+    def _turn_away(self) -> None:
+        """Ends those that have waited too long, or for whom the queue is too short."""
+        for sequence in self._scheduler.turn_away():
+            assert sequence.cause is not None
+            waiting, seconds = self._scheduler.num_waiting, self._patience.timeout or 0.0
+            after = self._scheduler.retry_after()
+            error = f"{_TURNED_AWAY[sequence.cause].format(waiting=waiting, seconds=seconds)}; try again in {after} s"
+            self._channel.send(
+                Output(
+                    sequence.request_id, [], finish_reason="error", error=error, cause=sequence.cause, retry_after=after
+                )
+            )
 
     def _shut_down(self, message: Shutdown) -> None:
         self._draining = True
@@ -159,6 +191,8 @@ class Core:
     def _step(self, batch: StepBatch[Scheduled]) -> None:
         began = time.perf_counter()
         logits = self._executor.run(batch)
+        if self._pace is not None:
+            self._pace.observe(batch.num_tokens, time.perf_counter() - began)
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
         gained = self._scheduler.update(batch, [found.token for found in sampled])
         now = time.perf_counter()
@@ -176,7 +210,7 @@ class Core:
             self._channel.send(self._stats(time.perf_counter()))
 
     def _stats(self, now: float) -> Stats:
-        self._stats_time, scheduler = now, self._scheduler
+        self._stats_time, scheduler, cache = now, self._scheduler, self._pool.counters
         idle = not scheduler.num_running and not scheduler.num_waiting
         self._stats_steps = self._steps if idle else -1
         return Stats(
@@ -187,10 +221,17 @@ class Core:
             steps=self._steps,
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=scheduler.generation_tokens,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_queries=cache.queries,
+            prefix_hits=cache.hits,
             preemptions=scheduler.preemptions,
             step_seconds=self._step_seconds,
+            schedule_seconds=self._schedule_seconds,
+            waiting_by_class=scheduler.waiting_by_class(),
+            rejections={str(cause): count for cause, count in scheduler.rejections.items()},
+            blocks_cached=self._pool.num_cached,
+            evictions=cache.evictions,
+            evicted_lifetime_seconds=cache.lifetime_seconds,
+            evicted_idle_seconds=cache.idle_seconds,
         )
 
     def close(self) -> None:
@@ -214,5 +255,6 @@ def _output(sequence: Sequence, sampled: Sampled) -> Output:
         sequence.finish_reason,
         sequence.stop_token,
         _NO_TOKEN if sequence.finish_reason == "error" else None,
-        sequence.cached_tokens or 0,
+        sequence.cached_tokens,
+        queue_seconds=(sequence.admitted or sequence.arrived) - sequence.arrived,
     )

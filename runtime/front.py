@@ -15,7 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from llmc.runtime.messages import Abort, Fatal, FromCore, Output, Ready, SamplingParams, Shutdown, Stats, Submit
+from llmc.runtime.messages import (
+    Abort,
+    Fatal,
+    FromCore,
+    Handling,
+    Output,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Stats,
+    Submit,
+)
 from llmc.runtime.sequence import Delta, Sequence
 from llmc.runtime.text import Detokenizer
 
@@ -146,8 +157,12 @@ class FrontEnd:
 
     # Requests
 
-    def submit(self, requests: Iterable[tuple[list[int], SamplingParams, Detokenizer]]) -> Group:
-        """Starts one sequence per (prompt, checked parameters, fresh detokenizer)."""
+    def submit(
+        self,
+        requests: Iterable[tuple[list[int], SamplingParams, Detokenizer]],
+        handling: Handling = Handling(),  # noqa: B008 - frozen
+    ) -> Group:
+        """Starts one sequence per (prompt, checked parameters, fresh detokenizer), all handled alike."""
         group = Group(self, secrets.token_hex(12))
         if not self._live:
             self._progress = self._loop.time()
@@ -160,7 +175,7 @@ class FrontEnd:
                 live.sequence.finish_reason = "error"
                 group.deliver(live, Delta(finish_reason="error", error=self.failure))
                 continue
-            self._send(Submit(live.request_id, prompt, params))
+            self._send(Submit(live.request_id, prompt, params, handling))
             self._live[live.request_id] = live
             self._idle.clear()
         return group

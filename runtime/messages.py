@@ -12,6 +12,10 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+#: Why a request was turned away before it began, where that is not the request's fault.
+Cause = Literal["queue_full", "queue_timeout"]
+#: The class of requests that name none.
+INTERACTIVE = "interactive"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,12 +44,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
 
+class Handling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a request is treated; its answer does not depend on it.
+
+    `priority` names a class of the scheduler. Blocks of the prefix cache are shared among equal (`tenant`,
+    `cache_salt`) only: `tenant` is whom the server knows the client as, `cache_salt` what the client adds. A request
+    that skips reading the prefix cache takes nothing from it and leaves nothing in it.
+    """
+
+    priority: str = INTERACTIVE
+    tenant: str = ""
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A request of one sequence. `prompt` are token ids, checked against max_seq_len by the front end and the core."""
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
+    handling: Handling = Handling()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +98,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Output(msgspec.Struct, frozen=True, tag=True):
     """Tokens that a request has gained. The last Output of a request carries `finish_reason`, and `error` with "error".
 
-    A stop token (eos or stop_token_ids) is counted in the usage but not among `tokens`; `stop_token` names it.
+    A stop token (eos or stop_token_ids) is counted in the usage but not among `tokens`; `stop_token` names it. With a
+    `cause` the request was turned away, and may come again after `retry_after` seconds. `queue_seconds` is how long it
+    waited for its first admission.
     """
 
     request_id: str
@@ -89,6 +110,9 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     stop_token: int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    cause: Cause | None = None
+    retry_after: int = 0
+    queue_seconds: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +125,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core."""
+    """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core.
+
+    `schedule_seconds` is what composing the steps took, beside `step_seconds`. `rejections` are counted by `Cause`.
+    `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
+    sums how long each could be found, `evicted_idle_seconds` how long nobody had used it.
+    """
 
     running: int
     waiting: int
@@ -114,6 +143,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     prefix_hits: int
     preemptions: int
     step_seconds: float
+    schedule_seconds: float = 0.0
+    waiting_by_class: dict[str, int] = {}
+    rejections: dict[str, int] = {}
+    blocks_cached: int = 0
+    evictions: int = 0
+    evicted_lifetime_seconds: float = 0.0
+    evicted_idle_seconds: float = 0.0
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

@@ -5,13 +5,22 @@ Comes in: numbers. Goes out: `CoreOptions`. Must not know: where they come from.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import Manifest, ShapeProfile
+from llmc.runtime.messages import INTERACTIVE
 
+#: By default interactive requests get three times the tokens of batch requests, where both have work.
+PRIORITY_WEIGHTS = {INTERACTIVE: 3.0, "batch": 1.0}
 #: As many as the compiled code has places for.
 MAX_THREADS = 1024
+_POSITIVE = (
+    *("kv_bytes", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "threads", "step_timeout"),
+    *("max_num_queued_reqs", "queue_timeout", "itl_budget_ms", "max_long_prefills"),
+)
 
 
 class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -22,6 +31,11 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     is how many seconds a step may take before its ranks count as hung. `verified` is the digest of a plan whose
     sections whoever starts the core has just checked: the core then does not hash them again. `front_stop_timeout` is
     how many seconds the process that started the core may be stopped (SIGSTOP) before the core kills it (None: never).
+
+    `max_num_queued_reqs` bounds the sequences that wait for their first admission, `queue_timeout` the seconds for
+    which they do; None: no bound. `itl_budget_ms` is how long a step may last in which anybody decodes: prompts are
+    then cut to what the measured speed allows. `max_long_prefills` bounds the prompts of many steps that are at work at
+    once. `priority_weights` are the classes that a request may name, with their shares of the engine's tokens.
     """
 
     kv_bytes: int | None = None
@@ -33,6 +47,11 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     step_timeout: float = 60.0
     verified: str | None = None
     front_stop_timeout: float | None = None
+    max_num_queued_reqs: int | None = None
+    queue_timeout: float | None = None
+    itl_budget_ms: float | None = None
+    max_long_prefills: int = 2
+    priority_weights: dict[str, float] = msgspec.field(default_factory=PRIORITY_WEIGHTS.copy)
 
     def reuses_prefixes(self, manifest: Manifest) -> bool:
         """Whether the prefix cache is on: never where sequences carry a recurrent state, which blocks do not hold."""
@@ -40,10 +59,17 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     def check(self, profile: ShapeProfile) -> None:
         """Raises UsageError unless every number is positive and no larger than what the plan was built for."""
-        for name in ("kv_bytes", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "threads", "step_timeout"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
+        if INTERACTIVE not in self.priority_weights or not all(
+            weight > 0 and math.isfinite(weight) for weight in self.priority_weights.values()
+        ):
+            raise UsageError(
+                f"--priority-weights is {self.priority_weights}; it must give {INTERACTIVE!r}, the class of requests "
+                "that name none, and every other class a weight above 0"
+            )
         if self.threads is not None and self.threads > MAX_THREADS:
             raise UsageError(f"--threads is {self.threads}; a rank takes at most {MAX_THREADS}")
         for name, most in (

@@ -7,13 +7,13 @@ as they stand, or `RequestError` naming the parameter, the value and the limit. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from llmc.artifacts.errors import UsageError
-from llmc.runtime.messages import SamplingParams
+from llmc.runtime.messages import Handling, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -21,6 +21,7 @@ MAX_STOP = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
+MAX_SALT_CHARS = 256
 #: Below this temperature sampling is greedy: dividing by it would only overflow.
 GREEDY_BELOW = 1e-5
 #: Logits are float32: beyond these values scaled ones become infinite, or all alike.
@@ -128,7 +129,7 @@ def _check_stop(p: SamplingParams, limits: Limits) -> None:
             raise RequestError("stop contains an empty string; every stop string needs at least one character", "stop")
         if len(text) > MAX_STOP_CHARS:
             raise RequestError(f"stop string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed", "stop")
-        if any("\ud800" <= char <= "\udfff" for char in text):
+        if _half_a_pair(text):
             raise RequestError("stop contains half of a surrogate pair, which is not valid Unicode", "stop")
     if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
@@ -140,6 +141,21 @@ def _check_stop(p: SamplingParams, limits: Limits) -> None:
             raise RequestError(
                 f"stop_token_ids contains {token}; ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids"
             )
+
+
+def _half_a_pair(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def check_handling(handling: Handling, classes: Collection[str]) -> None:
+    """Raises RequestError for a priority that is not among the scheduler's `classes`, or a salt that is no good."""
+    if handling.priority not in classes:
+        raise RequestError(f"priority is {handling.priority!r}; it must be one of {', '.join(classes)}", "priority")
+    salt = handling.cache_salt
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt has {len(salt)} characters; at most {MAX_SALT_CHARS} are allowed", "cache_salt")
+    if _half_a_pair(salt):
+        raise RequestError("cache_salt contains half of a surrogate pair, which is not valid Unicode", "cache_salt")
 
 
 def check_n(n: int) -> int:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
 from llmc.runtime.native import Library, Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
-from llmc.runtime.scheduler import Sequence
 
 _NONE = np.empty(0, np.int32)
 

@@ -1,113 +1,91 @@
 """Which tokens of which sequence each step computes, decided anew before every step.
 
 Comes in: `Sequence`s, a `BlockPool`, the tokens that a step produced. Goes out: `StepBatch`es, finished sequences.
-Must not know: logits, processes, messages beyond `SamplingParams`. Standard library only; nothing here waits.
+Must not know: logits, processes, messages beyond their types. Standard library only; nothing here waits.
 
-A step takes one token of every decoding sequence, then chunks of prompts, oldest first, until the token budget is
-used, then admits waiting sequences, oldest first, while blocks for their whole prompt fit beside a reserve. Admission
-does not count what an answer may grow to. When blocks run out, the youngest running sequence gives up its own and
-waits again; later its tokens are computed anew, as a prompt, so it goes on where it stopped. The oldest sequence is
-thus never set back, and as a sequence alone always fits, every sequence ends. With its blocks a sequence holds a state
-slot, of which there are as many as sequences may run; set back, it carries no state along, as it starts anew.
+A step takes one token of every decoding sequence. What is left of its tokens goes to prompts in small grants, each to
+whom `Policy` chooses among the prompts at work and, while seats are free, the waiting. A waiting sequence that is
+chosen is admitted if the blocks of its prompt fit beside a watermark, now and at the peak that `peak_blocks` expects;
+if they do not, it is remembered and nobody is admitted before it, so no one is passed over for ever.
+
+When blocks run out all the same, sequences give up their own and wait again, lowest class and youngest first; later
+their tokens are computed anew, as a prompt, so they go on where they stopped. The oldest sequence of all is never set
+back, and a sequence alone always fits, so every sequence ends. With its blocks a sequence holds a state slot, of which
+there are as many as sequences may run; set back, it carries no state along, as it starts anew.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from llmc.artifacts.errors import UsageError
-from llmc.runtime.blocks import ROOT, BlockPool
-from llmc.runtime.messages import FinishReason, SamplingParams
+from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, peak_blocks
+from llmc.runtime.blocks import BlockPool
+from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
+from llmc.runtime.pacing import Pace
+from llmc.runtime.policy import Policy, Queue
+from llmc.runtime.sharing import Sharing
 from llmc.runtime.slots import StateSlots
-from llmc.runtime.step import Chunk, StepBatch
+from llmc.runtime.step import StepBatch
 
-#: Share of the pool that admission leaves free for the growth of what runs already.
-RESERVE = 0.01
-
-
-class Sequence:
-    """A request at work. `tokens` is the prompt and what was generated, without the stop token.
-
-    The first `computed` tokens are in the KV cache, in `blocks`; the first `committed` of those blocks can be found by
-    others. `cached_tokens` came from the prefix cache at first admission. `state_slot` is held as long as blocks are.
-    `slot` belongs to the sampler.
-    """
-
-    __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "committed",
-        "computed",
-        "finish_reason",
-        "generated",
-        "limit",
-        "num_prompt",
-        "params",
-        "request_id",
-        "seed",
-        "slot",
-        "state_slot",
-        "stop_ids",
-        "stop_token",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: Seq[int],
-        params: SamplingParams,
-        eos_token_ids: Seq[int] = (),
-        seed: int = 0,
-    ) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.tokens = array("i", prompt)
-        self.num_prompt = len(prompt)
-        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
-        self.seed = seed
-        self.limit = 0  # length at which it ends; set on submission
-        self.generated = 0  # tokens sampled, a stop token included
-        self.computed = 0
-        self.committed = 0
-        self.cached_tokens: int | None = None
-        self.blocks = array("i")
-        self.finish_reason: FinishReason | None = None
-        self.stop_token: int | None = None
-        self.state_slot = -1
-        self.slot: object = None
-
-
-@dataclass(slots=True)
-class Scheduled(Chunk):
-    """A chunk and the sequence that it belongs to."""
-
-    sequence: Sequence
+#: Into how many grants a step's prompt tokens are cut at least.
+_GRANTS = 8
+#: A paced step takes so many prompt tokens beside its decodes if it can, however slow: prompts must go on.
+LEAST_CHUNK = 16
+#: A prompt is long while more of it is left than so many full steps compute.
+LONG_STEPS = 4
+_ENDED_WELL = ("stop", "length")
 
 
 class Scheduler:
-    """Owns the pool and every unfinished sequence. Counters count from its start."""
+    """Owns the pool and every unfinished sequence. Counters count from its start.
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_seq_len: int) -> None:
+    `weights` are the priority classes; `max_long_prefills` bounds the long prompts at work at once (None: no bound),
+    `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which anybody decodes.
+    `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_seq_len: int,
+        weights: Mapping[str, float] | None = None,
+        max_long_prefills: int | None = None,
+        patience: Patience | None = None,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pool = pool
+        self._sharing = Sharing(pool)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_seq_len = max_seq_len
+        self.policy: Policy[Sequence] = Policy(weights or {INTERACTIVE: 1.0})
+        self._max_long = max_num_seqs if max_long_prefills is None else max_long_prefills
+        self._patience = patience or Patience(None, None)
+        self._pace = pace
+        self._clock = clock
         # With no more seats than tokens, every decode fits each step and a prompt gets at least one token.
         self._seats = min(max_num_seqs, max_num_batched_tokens)
         self._slots = StateSlots(self._seats)
-        self._reserve = max(1, int(pool.num_blocks * RESERVE))
-        self._running: list[Sequence] = []  # oldest first
-        self._waiting: deque[Sequence] = deque()  # oldest first; all are younger than what runs
+        self._watermark = max(1, int(pool.num_blocks * WATERMARK))
+        self._answers = AnswerLength()
+        self._running: list[Sequence] = []  # by standing: whoever gives way first is last
+        self._waiting: Queue[Sequence] = Queue(self.policy.weights)
+        self._refused: Sequence | None = None  # the waiting one that was chosen and did not fit: it is next
         self._by_id: dict[str, Sequence] = {}
+        self._serial = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
-        self.prefix_hits = 0  # those found
         self.preemptions = 0
+        self.rejections: Counter[Cause] = Counter()
 
     @property
     def num_running(self) -> int:
@@ -119,9 +97,15 @@ class Scheduler:
         """Sequences that hold none, the preempted included."""
         return len(self._waiting)
 
+    def waiting_by_class(self) -> dict[str, int]:
+        """How many wait, by priority class."""
+        return self._waiting.sizes()
+
     def sequences(self) -> Iterator[Sequence]:
         """Every unfinished sequence, in order of submission."""
         return iter(tuple(self._by_id.values()))
+
+    # Requests
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises UsageError, with the numbers, for one that could never end within the limits."""
@@ -140,11 +124,16 @@ class Scheduler:
                 f"{what}, more than the {pool_tokens} that the KV pool holds ({self.pool.num_blocks} blocks of "
                 f"{self.pool.block_size}); a larger --kv-bytes would help"
             )
+        if sequence.priority not in self.policy.weights:
+            raise UsageError(f"priority is {sequence.priority!r}; there is {', '.join(self.policy.weights)}")
         if sequence.request_id in self._by_id:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         sequence.limit = min(self.max_seq_len, pool_tokens, n + wanted if wanted is not None else self.max_seq_len)
+        sequence.serial, sequence.arrived = self._serial, self._clock()
+        sequence.shareable = sequence.shareable and self.pool.caching
+        self._serial += 1
         self._by_id[sequence.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Sequence | None:
         """Ends a sequence, wherever it is, between two steps; None when there is none of that id."""
@@ -153,31 +142,56 @@ class Scheduler:
             self._finish(sequence, reason)
         return sequence
 
+    def turn_away(self) -> list[Sequence]:
+        """Ends those that have waited too long, and then the youngest of those for whom the queue is too short; each
+        has its `cause`. Whoever was at work already stays. To be called after `schedule`, which has admitted all it
+        could.
+        """
+        now, patience = self._clock(), self._patience
+        oldest = [s for name in self.policy.weights if (s := self._waiting.oldest(name)) is not None]
+        if not patience.excess(len(self._waiting)) and not any(patience.is_over(s.arrived, now) for s in oldest):
+            return []
+        new = sorted((s for s in self._waiting if s.admitted is None), key=lambda s: s.serial)
+        late = [s for s in new if patience.is_over(s.arrived, now)]
+        kept = new[len(late) :]  # those who came later
+        many = kept[len(kept) - patience.excess(len(kept)) :]
+        causes: tuple[tuple[Cause, list[Sequence]], ...] = (("queue_timeout", late), ("queue_full", many))
+        for cause, turned in causes:
+            for sequence in turned:
+                sequence.cause = cause
+                self.rejections[cause] += 1
+                self._finish(sequence, "error")
+        return [*late, *many]
+
+    def retry_after(self) -> int:
+        """Whole seconds after which one that is turned away now should come again."""
+        return self._patience.retry_after(len(self._waiting), self._clock())
+
+    # A step
+
     def schedule(self) -> StepBatch[Scheduled] | None:
         """The next step; None when there is nothing to do. `update` must follow before the next call."""
         chunks: list[Scheduled] = []
         preempted = self._schedule_decodes(chunks)
-        budget = self.max_num_batched_tokens - len(chunks)
-        for sequence in self._running:
-            if budget and len(sequence.tokens) - sequence.computed > 1:
-                budget -= self._append(chunks, sequence, budget)
+        most = self.max_num_batched_tokens
+        if chunks and self._pace is not None:
+            most = min(max(self._pace.tokens(), len(chunks) + LEAST_CHUNK), most)
         # After a preemption nobody is admitted: it would only take the blocks that were given up.
-        while budget and not preempted and self._waiting and len(self._running) < self._seats:
-            sequence = self._waiting[0]
-            if not self._admit(sequence):
-                break
-            self._running.append(self._waiting.popleft())
-            budget -= self._append(chunks, sequence, budget)
+        for sequence, tokens in self._share_out(most - len(chunks), admit=not preempted).items():
+            self._append(chunks, sequence, tokens)
         assert chunks or not self._by_id, "sequences are left, but none of them can run"
         return StepBatch(chunks) if chunks else None
 
     def _schedule_decodes(self, chunks: list[Scheduled]) -> bool:
         """Appends a token of each decoding sequence; True if one had to be preempted for want of blocks."""
         running, preempted, index = self._running, False, 0
+        # Only the oldest of all can stand elsewhere than it did.
+        eldest = min((s.serial for s in running), default=0)
+        running.sort(key=lambda s: (s.serial != eldest, *self.policy.standing(s)))
         while index < len(running):
             sequence = running[index]
-            if len(sequence.tokens) - sequence.computed == 1:
-                # Whoever gives way is the youngest, so nobody who was appended already.
+            if sequence.remaining == 1:
+                # Whoever gives way is last, so nobody who was appended already.
                 while running[-1] is not sequence and not self._has_room(sequence):
                     self._preempt(running.pop())
                     preempted = True
@@ -185,6 +199,7 @@ class Scheduler:
                     self._preempt(running.pop())
                     return True
                 self._append(chunks, sequence, 1)
+                self.policy.charge(sequence, 1)
             index += 1
         return preempted
 
@@ -196,39 +211,102 @@ class Scheduler:
             sequence.blocks.append(self.pool.allocate())
         return True
 
-    def _append(self, chunks: list[Scheduled], sequence: Sequence, budget: int) -> int:
-        start, end = sequence.computed, len(sequence.tokens)
-        stop = min(end, start + budget)
-        rows, slot = int(stop == end), sequence.state_slot
+    def _share_out(self, budget: int, *, admit: bool) -> dict[Sequence, int]:
+        """Divides tokens among prompts, admitting those who wait where they come first and fit."""
+        grants: dict[Sequence, int] = {}
+        grain = max(self.pool.block_size, budget // _GRANTS)
+        prompts = [sequence for sequence in self._running if sequence.remaining > 1]
+        if admit and self._refused is not None and budget:
+            admit = self._join(prompts, self._refused)
+        while budget:
+            chosen = self._choose(prompts, admit)
+            if chosen is None:
+                break
+            if not chosen.blocks and not (admit := self._join(prompts, chosen)):
+                continue
+            if chosen not in grants:
+                self._sharing.catch_up(chosen)
+            left = chosen.remaining - grants.get(chosen, 0)
+            tokens = min(grain, budget, left)
+            grants[chosen] = grants.get(chosen, 0) + tokens
+            budget -= tokens
+            self.policy.charge(chosen, tokens)
+            if tokens == left:
+                prompts.remove(chosen)
+            self._sharing.promise(chosen, chosen.computed + grants[chosen])
+        return grants
+
+    def _choose(self, prompts: list[Sequence], admit: bool) -> Sequence | None:
+        candidates = [*prompts]
+        if admit and len(self._running) < self._seats:
+            full = sum(map(self._is_long, self._running)) >= self._max_long
+            for name in self.policy.weights:
+                for waiter in (self._waiting.shortest(name), self._waiting.oldest(name)):
+                    if waiter is not None and not (full and self._is_long(waiter)):
+                        candidates.append(waiter)
+        return self.policy.choose(candidates) if candidates else None
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.remaining > LONG_STEPS * self.max_num_batched_tokens
+
+    def _append(self, chunks: list[Scheduled], sequence: Sequence, tokens: int) -> None:
+        start = sequence.computed
+        stop = start + tokens
+        rows, slot = int(stop == len(sequence.tokens)), sequence.state_slot
         chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks, rows, slot, sequence))
-        return stop - start
+
+    # Admission
+
+    def _join(self, prompts: list[Sequence], sequence: Sequence) -> bool:
+        """Moves a waiting sequence to the prompts at work, or remembers that it is next."""
+        if len(self._running) >= self._seats or not self._admit(sequence):
+            self._refused = sequence
+            return False
+        if sequence is self._refused:
+            self._refused = None
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        prompts.append(sequence)
+        return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives the sequence blocks for all its tokens, or none if they do not fit beside the reserve."""
+        """Gives the sequence blocks for all its tokens, or none if they do not fit."""
         pool, n = self.pool, len(sequence.tokens)
-        # The last token is always computed, as its logits are wanted; and it never lands in a block that is shared.
-        prefix = pool.match(sequence.tokens, (n - 1) // pool.block_size)
+        prefix = self._sharing.match(sequence)
         fresh = pool.blocks_for(n) - len(prefix)
-        if fresh + (self._reserve if self._running else 0) > pool.available_besides(prefix):
+        available = pool.available_besides(prefix)
+        if fresh > available or (self._running and not self._fits(sequence, len(prefix), available)):
             return False
+        if sequence.admitted is None:
+            sequence.admitted = self._clock()
+            self.prompt_tokens += n
         pool.hold(prefix)
         sequence.state_slot = self._slots.take()
         sequence.blocks = array("i", prefix)
         sequence.blocks.extend([pool.allocate() for _ in range(fresh)])
-        sequence.committed = len(prefix)
-        sequence.computed = len(prefix) * pool.block_size
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
-            self.prompt_tokens += n
-            if pool.caching:
-                self.prefix_queries += n
-                self.prefix_hits += sequence.computed
+        self._sharing.began(sequence, len(prefix))
         return True
+
+    def _fits(self, sequence: Sequence, prefix: int, available: int) -> bool:
+        """Whether `available` blocks will do until the first of those at work end, this one among them."""
+        size = self.pool.block_size
+        work = [self._growth(s, s.borrowed) for s in self._running]
+        own = sum(len(s.blocks) - s.borrowed for s in self._running)
+        peak = peak_blocks([*work, self._growth(sequence, prefix)], size)
+        fresh = self.pool.blocks_for(len(sequence.tokens)) - prefix
+        return max(peak - own, fresh) + self._watermark <= available
+
+    def _growth(self, sequence: Sequence, borrowed: int) -> Growth:
+        n = len(sequence.tokens)
+        gain = self._answers.remaining(sequence.generated, sequence.limit - n)
+        return Growth(n - borrowed * self.pool.block_size, gain)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        self._waiting.appendleft(sequence)
+        self._waiting.add(sequence)
         self.preemptions += 1
+
+    # After a step
 
     def update(self, batch: StepBatch[Scheduled], tokens: Seq[int]) -> list[Sequence]:
         """Takes what the step produced: a token per row, -1 where none could be chosen, which ends that sequence.
@@ -241,8 +319,10 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.computed += len(chunk.tokens)
             token = tokens[len(gained)] if chunk.rows else None
-            if token != -1:  # what gave no token is not offered to others
-                self._commit(sequence)
+            if token == -1:
+                self._sharing.retract(chunk, self._running)
+            else:
+                self._sharing.commit(sequence)
             if token is not None:
                 gained.append(sequence)
                 self._take(sequence, token)
@@ -262,22 +342,18 @@ class Scheduler:
         if len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, "length")
 
-    def _commit(self, sequence: Sequence) -> None:
-        """Offers the blocks that the step has filled to the prefix cache."""
-        size, blocks = self.pool.block_size, sequence.blocks
-        while (sequence.committed + 1) * size <= sequence.computed:
-            i = sequence.committed
-            key = tuple(sequence.tokens[i * size : (i + 1) * size])
-            blocks[i] = self.pool.commit(blocks[i - 1] if i else ROOT, key, blocks[i])
-            sequence.committed += 1
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         del self._by_id[sequence.request_id]
         if sequence.blocks:
             self._running.remove(sequence)
             self._release(sequence)
+            self._patience.ended(self._clock())
         else:
             self._waiting.remove(sequence)
+            if self._refused is sequence:
+                self._refused = None
+        if reason in _ENDED_WELL:
+            self._answers.ended(sequence.generated)
         sequence.finish_reason = reason
 
     def _release(self, sequence: Sequence) -> None:
@@ -285,14 +361,17 @@ class Scheduler:
         self._slots.give_back(sequence.state_slot)
         sequence.state_slot = -1
         sequence.blocks = array("i")
-        sequence.computed = sequence.committed = 0
+        sequence.computed = sequence.committed = sequence.borrowed = 0
 
     def check(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check(sequence.blocks for sequence in self._running)
         self._slots.check(sequence.state_slot for sequence in self._running)
         assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in self._waiting)
-        assert [*self._running, *self._waiting] == list(self._by_id.values()), "not in the order of submission"
+        assert {*self._running, *self._waiting} == set(self._by_id.values())
+        assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence is in two places"
+        assert self._refused is None or self._refused in [*self._waiting]
         assert len(self._running) <= self._seats
         for sequence in self._running:
             assert len(sequence.blocks) * self.pool.block_size >= sequence.computed
+            assert sequence.borrowed <= sequence.committed <= len(sequence.blocks)

@@ -11,7 +11,7 @@ from collections import deque
 
 import msgspec
 
-from llmc.runtime.messages import FinishReason, Logprob, Output, SamplingParams, TokenLogprobs
+from llmc.runtime.messages import Cause, FinishReason, Logprob, Output, SamplingParams, TokenLogprobs
 from llmc.runtime.stops import StopMatcher
 from llmc.runtime.text import Detokenizer
 
@@ -35,7 +35,8 @@ class Counts(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What an answer has gained since the last one. The last has `finish_reason`, `counts`, and with "error" `error`.
+    """What an answer has gained since the last one. The last has `finish_reason`, `counts`, and with "error" `error`,
+    `cause` and `retry_after` where the core turned the request away.
 
     `tokens` are those the core sent; `entries` (with logprobs) those whose text is shown, so they may lag behind.
     """
@@ -47,6 +48,8 @@ class Delta(msgspec.Struct):
     stop_reason: str | int | None = None
     error: str | None = None
     counts: Counts | None = None
+    cause: Cause | None = None
+    retry_after: int = 0
 
     def merge(self, later: Delta) -> None:
         """Appends a later delta to this one."""
@@ -54,7 +57,7 @@ class Delta(msgspec.Struct):
         self.tokens = self.tokens + later.tokens
         self.entries = self.entries + later.entries
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
-        self.counts = later.counts
+        self.counts, self.cause, self.retry_after = later.counts, later.cause, later.retry_after
 
 
 class Sequence:
@@ -101,6 +104,8 @@ class Sequence:
             stop_reason,
             output.error if reason == "error" else None,
             self.counts() if reason is not None else None,
+            output.cause,
+            output.retry_after,
         )
 
     def counts(self) -> Counts:

@@ -38,6 +38,7 @@ class Service:
     def __init__(self, plan: Plan, observer: Observer | None, progress_deadline: float) -> None:
         self.plan = plan
         self.process: CoreProcess | None = None
+        self.priorities: tuple[str, ...] = ()  # the classes that a request may name
         self.front = FrontEnd(self._send, observer, progress_deadline)
         self._watcher: asyncio.Task[None] | None = None
 
@@ -58,6 +59,7 @@ class Service:
         options.check(plan.manifest.profile)
         options = msgspec.structs.replace(options, verified=plan.digest)
         service = cls(plan, observer, progress_deadline)
+        service.priorities = tuple(options.priority_weights)
         service.process = CoreProcess(plan.path, options, command)
         try:
             service.text = ModelText(plan)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.runtime.front import Group
 from llmc.runtime.sequence import Delta, TokenEntry
-from llmc.runtime.server.errors import ApiError, ClientGone, ErrorBody, error_json
+from llmc.runtime.server.errors import ApiError, ClientGone, error_json
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -79,7 +79,7 @@ async def collect(group: Group, receive: Receive) -> list[Collected]:
                 answer.entries += delta.entries
                 answer.last = delta
                 if failed := failure(delta):
-                    raise ApiError(500, failed.message, code=failed.code)
+                    raise failed
             if group.cancelled:
                 raise ClientGone
     finally:
@@ -87,11 +87,13 @@ async def collect(group: Group, receive: Receive) -> list[Collected]:
     return found
 
 
-def failure(delta: Delta) -> ErrorBody | None:
-    """The error of a delta that ends its answer badly."""
-    if delta.finish_reason == "error":
-        return ErrorBody(f"generation failed: {delta.error}", "server_error", code="generation_failed")
-    return None
+def failure(delta: Delta) -> ApiError | None:
+    """The error of a delta that ends its answer badly: 429 for one that was turned away, 500 for one that broke off."""
+    if delta.finish_reason != "error":
+        return None
+    if delta.cause is not None:
+        return ApiError(429, f"{delta.error}", code=delta.cause, retry_after=delta.retry_after)
+    return ApiError(500, f"generation failed: {delta.error}", code="generation_failed")
 
 
 class Chunks:
@@ -118,7 +120,10 @@ class Chunks:
 
 
 class EventStream(Response):
-    """Sends server-sent events until they end or the client goes, which cancels the group."""
+    """Sends server-sent events until they end or the client goes, which cancels the group.
+
+    The status is sent with the first event: what fails before it is answered with a status of its own.
+    """
 
     def __init__(self, group: Group, events: AsyncIterator[bytes]) -> None:
         super().__init__(status_code=200, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -132,7 +137,9 @@ class EventStream(Response):
         watch.add_done_callback(lambda _: self._group.cancel())
         try:
             with self._group:
+                event = await anext(self._events, b"")
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
                 async for event in self._events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -143,13 +150,21 @@ class EventStream(Response):
 async def events(
     group: Group, n: int, chunks: Chunks, first: list[bytes], render: Callable[[int, Delta], bytes]
 ) -> AsyncIterator[bytes]:
-    """The stream of a group: `first`, then what `render` makes of each delta, then usage and [DONE], or an error."""
-    if first:
-        yield b"".join(first)
+    """The stream of a group: `first`, then what `render` makes of each delta, then usage and [DONE], or an error.
+
+    Nothing comes before the first delta; if that is an error already, it is raised as ApiError.
+    """
+    begun = False
     async for index, delta in group:
         if failed := failure(delta):
-            yield b"data: " + error_json(failed) + b"\n\n"
+            if not begun:
+                raise failed
+            yield b"data: " + error_json(failed.body) + b"\n\n"
             return
+        if not begun:
+            begun = True
+            if first:
+                yield b"".join(first)
         if delta.text or delta.entries or delta.finish_reason is not None:
             yield render(index, delta)
     if group.cancelled:

@@ -117,7 +117,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = context.admit(body.model)
     params = service.text.params(body.sampling())
     prompt = await _encode_chat(service.text, body)
-    group = submit(service, [prompt], params, body.n, "messages")
+    group = submit(service, [prompt], params, body.n, "messages", body.handling())
     identity: dict[str, Any] = {
         "id": f"chatcmpl-{group.id}",
         "created": context.now(),

@@ -100,7 +100,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = service.text.params(body.sampling())
     ids = [await _encode_prompt(tokenizer, prompt) for prompt in prompts]
     echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else [""] * len(prompts)
-    group = submit(service, ids, params, body.n, "prompt")
+    group = submit(service, ids, params, body.n, "prompt", body.handling())
     identity: dict[str, Any] = {
         "id": f"cmpl-{group.id}",
         "created": context.now(),

@@ -20,6 +20,8 @@ log = logging.getLogger("llmc.server")
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
+
 
 class ErrorBody(msgspec.Struct):
     """The members of OpenAI's error object."""
@@ -35,17 +37,28 @@ class ClientGone(Exception):
 
 
 class ApiError(Exception):
-    """An answer other than 200. `status` from 500 on is the server's fault, below it the request's."""
+    """An answer other than 200. `status` from 500 on is the server's fault, below it the request's. `retry_after`:
+    whole seconds after which the same request may succeed.
+    """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after = 1 if status == 503 and retry_after is None else retry_after
         self.body = ErrorBody(message, _type_of(status), param, code)
 
 
 def _type_of(status: int) -> str:
-    if status == 503:
-        return "service_unavailable"
+    if status in _TYPES:
+        return _TYPES[status]
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
@@ -61,7 +74,7 @@ def _printable(text: str | None) -> str | None:
 
 
 def _response(error: ApiError) -> Response:
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     return Response(error_json(error.body), error.status, headers, "application/json")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from llmc.runtime.messages import INTERACTIVE, Handling
 from llmc.runtime.params import MAX_LOGPROBS, RequestError, check_n
 
 #: Parameters of OpenAI, vLLM and SGLang that are refused, with the values that ask for nothing and so are let pass.
@@ -23,7 +24,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
@@ -38,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (),
     "prediction": (),
-    "priority": (0,),
     "prompt_cache_key": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
@@ -125,6 +124,27 @@ class SamplingRequest(_Strict):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+    priority: str | int | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+    def handling(self, tenant: str = "") -> Handling:
+        """How the request is treated; raises RequestError. `tenant`: whose prefix cache it shares, "" for everybody's.
+
+        `priority` names a class; 0 is what other servers call the default, and asks for nothing here.
+        """
+        priority = INTERACTIVE if self.priority in (None, 0) else self.priority
+        if not isinstance(priority, str):
+            raise RequestError(f"priority is {priority}; it must be the name of a class", "priority")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt is empty; give it at least one character, or leave it out", "cache_salt")
+        return Handling(
+            priority=priority,
+            tenant=tenant,
+            cache_salt=self.cache_salt or "",
+            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
+        )
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments of SamplingParams for what the request gives; raises RequestError."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import msgspec
 
 from llmc.runtime.front import Group
-from llmc.runtime.messages import SamplingParams
+from llmc.runtime.messages import Handling, SamplingParams
+from llmc.runtime.params import check_handling
 from llmc.runtime.service import Service
 
 
-def submit(service: Service, prompts: list[list[int]], params: SamplingParams, n: int, param: str) -> Group:
+def submit(
+    service: Service, prompts: list[list[int]], params: SamplingParams, n: int, param: str, handling: Handling
+) -> Group:
     """Starts `n` answers per prompt, those of a prompt next to each other; raises RequestError before any starts.
 
     The i-th answer to a prompt samples with seed + i, or n equal seeds would give n equal answers.
     """
+    check_handling(handling, service.priorities)
     requests = []
     for prompt in prompts:
         for i in range(n):
             requests.append(service.text.request(prompt, _reseed(params, i), param))
-    return service.front.submit(requests)
+    return service.front.submit(requests, handling)
 
 
 def _reseed(params: SamplingParams, i: int) -> SamplingParams:

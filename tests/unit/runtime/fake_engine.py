@@ -31,7 +31,19 @@ from llmc.artifacts.schema import (
 )
 from llmc.plugins.all_reduce.cpu import comm_bytes
 from llmc.runtime.channel import Channel
-from llmc.runtime.messages import Abort, Alive, Fatal, FromCore, Output, Ready, SamplingParams, Shutdown, Stats, Submit
+from llmc.runtime.messages import (
+    Abort,
+    Alive,
+    Fatal,
+    FromCore,
+    Handling,
+    Output,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Stats,
+    Submit,
+)
 from llmc.runtime.options import CoreOptions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,11 +156,11 @@ class Client:
             self.process.kill()
             self.process.communicate()
 
-    def submit(self, name: str, prompt: list[int], **params: object) -> None:
+    def submit(self, name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> None:  # noqa: B008
         """Sends a request; greedy unless told otherwise."""
         self.tokens[name], self.outputs[name] = [], []
         sampling = SamplingParams(**{"temperature": 0.0, **params})  # type: ignore[arg-type]
-        self.channel.send(Submit(name, prompt, sampling))
+        self.channel.send(Submit(name, prompt, sampling, handling))
 
     def abort(self, name: str) -> None:
         self.channel.send(Abort(name))

@@ -56,7 +56,7 @@ def test_eviction_takes_the_least_recently_released_and_leaves_before_parents() 
     assert pool.match(array("i", [1, 1, 2, 2]), 9) == old[:1]
     assert pool.allocate() == old[0]
     assert pool.match(array("i", [3, 3, 4, 4]), 9) == new
-    assert pool.evictions == 2
+    assert pool.counters.evictions == 2
 
 
 def test_a_reused_block_does_not_keep_its_old_children() -> None:

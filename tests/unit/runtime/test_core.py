@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmc.runtime.channel import ChannelClosed
+from llmc.runtime.messages import Handling
 from tests.unit.runtime.fake_engine import NAN_TOKEN, Client, alive, greedy, write_engine_plan
 
 
@@ -76,6 +77,54 @@ def test_every_answer_is_what_the_model_gives_alone(plan: Path, plan_tp2: Path, 
         assert (last.prefix_hits > 0) == options.get("prefix_cache", True)
         if options.get("num_blocks") == 24:
             assert last.preemptions > 0
+
+
+def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
+    with Client(slow, max_num_seqs=2, max_num_queued_reqs=1) as client:
+        for i in range(2):
+            client.submit(f"runs{i}", [i], max_tokens=20, ignore_eos=True)
+        client.wait(lambda: client.tokens["runs0"] and client.tokens["runs1"])
+        for i in range(3):
+            client.submit(f"more{i}", [i], max_tokens=1, ignore_eos=True)
+        client.wait_all()
+        turned = [name for name, output in client.ended.items() if output.cause == "queue_full"]
+        assert turned == ["more1", "more2"]
+        last = client.ended["more2"]
+        assert (last.finish_reason, 1 <= last.retry_after <= 60) == ("error", True)
+        assert "queue is full" in (last.error or "")
+        assert client.outputs["more0"][-1].queue_seconds > 0
+        client.wait(client.idle)
+        assert client.stats[-1].rejections == {"queue_full": 2}
+
+
+def test_who_waits_too_long_is_turned_away(slow: Path) -> None:
+    with Client(slow, max_num_seqs=1, queue_timeout=0.1) as client:
+        client.submit("runs", [1], max_tokens=30, ignore_eos=True)
+        client.submit("waits", [2], max_tokens=1, ignore_eos=True)
+        client.wait_all()
+        assert client.ended["waits"].cause == "queue_timeout"
+        assert "0.1 s (--queue-timeout)" in (client.ended["waits"].error or "")
+        assert client.tokens["runs"] == greedy([1], 30)
+
+
+def test_answers_do_not_depend_on_their_handling(plan_tp2: Path) -> None:
+    kinds = [
+        Handling(),
+        Handling(priority="batch"),
+        Handling(cache_salt="x"),
+        Handling(tenant="y"),
+        Handling(skip_reading_prefix_cache=True),
+    ]
+    with Client(plan_tp2, num_blocks=30, itl_budget_ms=5.0) as client:
+        cases = prompts(20)
+        for i, prompt in enumerate(cases):
+            client.submit(str(i), prompt, kinds[i % 5], max_tokens=20, ignore_eos=True)
+        client.wait_all()
+        for i, prompt in enumerate(cases):
+            assert client.tokens[str(i)] == greedy(prompt, 20)
+        client.submit("no such class", [1], Handling(priority="urgent"))
+        client.wait_all()
+        assert "priority is 'urgent'; there is interactive, batch" in (client.ended["no such class"].error or "")
 
 
 def test_parameters_reach_the_sampler_and_results_come_back(plan: Path) -> None:
@@ -282,6 +331,8 @@ def test_signals_to_the_group_do_not_end_a_core(slow: Path) -> None:
         ({"kv_bytes": 10}, 2, "--kv-bytes 10 holds no block.*at least 768"),
         ({"num_blocks": 10**12}, 6, "the KV pool does not fit.*--kv-bytes [0-9]+ would fit"),
         ({"max_num_seqs": 9}, 2, "--max-num-seqs is 9.*at most 8"),
+        ({"queue_timeout": 0.0}, 2, "--queue-timeout is 0.0; it must be more than 0"),
+        ({"priority_weights": {"batch": 1.0}}, 2, "--priority-weights is .*must give 'interactive'"),
     ],
 )
 def test_a_plan_that_cannot_be_loaded_is_reported(plan: Path, options: dict, code: int, message: str) -> None:

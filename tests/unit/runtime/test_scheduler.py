@@ -8,15 +8,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.errors import UsageError
+from llmc.runtime.admission import Patience
 from llmc.runtime.blocks import BlockPool
-from llmc.runtime.messages import SamplingParams
-from llmc.runtime.scheduler import Scheduled, Scheduler, Sequence
+from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.messages import Handling, SamplingParams
+from llmc.runtime.pacing import Pace
+from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.step import StepBatch
 
 VOCAB, EOS = 11, 10
@@ -111,6 +115,10 @@ class Run:
         if not self.scheduler.pool.caching:
             states = [self.engine.advance(chunk) for chunk in batch.chunks]
             assert tokens == [next_token(s) for s, c in zip(states, batch.chunks, strict=True) if c.rows]
+        for one in batch.chunks:
+            for other in batch.chunks:
+                if one.sequence.root != other.sequence.root or not one.sequence.shareable:
+                    assert one is other or not {*one.blocks} & {*other.blocks}, "a block went to another tenant"
         gained = self.scheduler.update(batch, tokens)
         self.scheduler.check()
         for sequence in gained:
@@ -129,15 +137,23 @@ class Run:
 
 
 def make(
-    *, blocks: int = 16, size: int = 4, seqs: int = 4, tokens: int = 16, length: int = 64, caching: bool = True
+    *,
+    blocks: int = 16,
+    size: int = 4,
+    seqs: int = 4,
+    tokens: int = 16,
+    length: int = 64,
+    caching: bool = True,
+    **options: Any,
 ) -> Run:
     pool = BlockPool(blocks, size, caching)
-    scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens, max_seq_len=length)
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_seq_len": length}
+    scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, **options)
     return Run(scheduler, FakeEngine(size), tokens, seqs)
 
 
-def sequence(name: str, prompt: list[int], **params: object) -> Sequence:
-    return Sequence(name, prompt, SamplingParams(**params), (EOS,))  # type: ignore[arg-type]
+def sequence(name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> Sequence:  # noqa: B008
+    return Sequence(name, prompt, SamplingParams(**params), (EOS,), 0, handling)  # type: ignore[arg-type]
 
 
 def answer(found: Sequence) -> list[int]:
@@ -174,15 +190,19 @@ def test_requests_without_max_tokens_run_together() -> None:
         assert answer(run.ended[str(i)]) == alone([i] * 8, SamplingParams(ignore_eos=True), 64)[0]
 
 
-def test_admission_waits_for_blocks_of_the_whole_prompt_and_keeps_the_order() -> None:
+def test_whoever_was_chosen_and_did_not_fit_is_next() -> None:
     run = make(blocks=8, size=4, tokens=64, length=32)
-    run.scheduler.add(sequence("a", [1] * 20, max_tokens=4, ignore_eos=True))
-    run.scheduler.add(sequence("b", [2] * 12, max_tokens=4, ignore_eos=True))  # 3 blocks and the reserve do not fit
-    run.scheduler.add(sequence("c", [3], max_tokens=1, ignore_eos=True))  # would fit, but is younger
+    run.scheduler.add(sequence("a", [1] * 12, max_tokens=8, ignore_eos=True))
+    run.step()
+    run.scheduler.add(sequence("b", [2] * 24, max_tokens=4, ignore_eos=True))  # 6 blocks do not fit beside a's 4
+    run.step()
+    run.scheduler.add(sequence("c", [3], max_tokens=1, ignore_eos=True))  # would fit, and is shorter
     run.step()
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 2)
     run.finish()
-    assert list(run.ended) in (["a", "b", "c"], ["a", "c", "b"])
+    assert next(iter(run.ended)) == "a"
+    for name, prompt, most in (("a", [1] * 12, 8), ("b", [2] * 24, 4), ("c", [3], 1)):
+        assert answer(run.ended[name]) == alone(prompt, SamplingParams(max_tokens=most, ignore_eos=True), 32)[0]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +284,7 @@ def test_a_repeated_prompt_is_computed_once_but_for_its_last_block() -> None:
     assert batch is not None
     assert [(c.start, len(c.tokens)) for c in batch.chunks] == [(4, 4)]  # never all: the last token's logits are wanted
     run.scheduler.update(batch, run.engine.run(batch))
-    assert (run.scheduler.prefix_queries, run.scheduler.prefix_hits) == (16, 4)
+    assert (run.scheduler.pool.counters.queries, run.scheduler.pool.counters.hits) == (16, 4)
 
 
 def test_answers_are_cached_too() -> None:
@@ -284,13 +304,203 @@ def test_the_scheduler_needs_the_standard_library_and_messages_only() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
 
 
+# Priorities, long prompts, pace
+
+
+def test_both_classes_get_their_share_of_a_step() -> None:
+    run = make(blocks=400, seqs=8, tokens=64, length=512)
+    for i in range(2):
+        run.scheduler.add(sequence(f"b{i}", [1] * 400, Handling(priority="batch", cache_salt=f"b{i}")))
+        run.scheduler.add(sequence(f"i{i}", [2] * 400, Handling(cache_salt=f"i{i}")))
+    given: Counter[str] = Counter()
+    for _ in range(8):
+        batch = run.scheduler.schedule()
+        assert batch is not None
+        given.update({c.sequence.priority: 0 for c in batch.chunks})
+        for chunk in batch.chunks:
+            given[chunk.sequence.priority] += len(chunk.tokens)
+        run.scheduler.update(batch, run.engine.run(batch))
+    assert given == {"interactive": 384, "batch": 128}
+    run.finish()
+
+
+def test_the_lower_class_gives_way_first_and_then_the_younger() -> None:
+    run = make(blocks=13, size=4, tokens=64, length=52)
+    names = ("eldest", "batch", "old", "young")
+    for name in names:
+        priority = "batch" if name == "batch" else "interactive"
+        run.scheduler.add(sequence(name, [1] * 8, Handling(priority=priority, cache_salt=name), ignore_eos=True))
+    gone: list[str] = []
+    while len(gone) < 3:
+        assert run.step()
+        for waiting in run.scheduler._waiting:
+            if waiting.request_id not in gone:
+                gone.append(waiting.request_id)
+    assert gone == ["batch", "young", "old"]
+    run.finish()
+    for name in names:
+        assert answer(run.ended[name]) == alone([1] * 8, SamplingParams(ignore_eos=True), 52)[0]
+
+
+def test_an_endless_stream_of_the_higher_class_does_not_starve_the_lower() -> None:
+    run = make(blocks=40, size=4, seqs=3, tokens=12, length=64)
+    run.scheduler.add(sequence("batch", [1] * 40, Handling(priority="batch"), max_tokens=20, ignore_eos=True))
+    for i in range(2000):
+        run.scheduler.add(sequence(str(i), [i % 9] * 9, max_tokens=3, ignore_eos=True))
+        run.step()
+        if "batch" in run.ended:
+            break
+    assert run.steps < 120
+    run.finish()
+
+
+def test_few_long_prompts_are_at_work_at_once_and_short_ones_pass() -> None:
+    run = make(blocks=400, size=4, seqs=6, tokens=8, length=256, max_long_prefills=1)
+    for name in "abc":
+        run.scheduler.add(sequence(name, [ord(name) % 9] * 100, max_tokens=1))
+    run.scheduler.add(sequence("short", [5] * 4, max_tokens=1))
+    run.step()
+    assert run.scheduler.num_running == 1  # and the short one has come and gone
+    assert "short" in run.ended
+    run.finish()
+    assert list(run.ended) == ["short", "a", "b", "c"]
+
+
+def test_the_pace_bounds_a_step_only_while_somebody_decodes() -> None:
+    pace = Pace(0.01, 2, 64)
+    run = make(blocks=64, size=4, tokens=64, length=128, pace=pace)
+    run.scheduler.add(sequence("a", [1] * 100, max_tokens=9, ignore_eos=True))
+    batch = run.scheduler.schedule()
+    assert batch is not None
+    assert batch.num_tokens == 64
+    run.scheduler.update(batch, run.engine.run(batch))
+    run.step()
+    pace.observe(10, 0.0049)  # 18 tokens fit
+    run.scheduler.add(sequence("b", [2] * 100, max_tokens=1))
+    batch = run.scheduler.schedule()
+    assert batch is not None
+    assert [len(chunk.tokens) for chunk in batch.chunks] == [1, 17]
+    run.scheduler.update(batch, run.engine.run(batch))
+    run.finish()
+
+
+# The queue
+
+
+def test_the_youngest_of_too_many_are_turned_away_after_admission() -> None:
+    run = make(seqs=2, patience=Patience(2, None))
+    for i in range(6):
+        run.scheduler.add(sequence(str(i), [i] * 4, max_tokens=2, ignore_eos=True))
+    run.step()
+    turned = run.scheduler.turn_away()
+    assert [(s.request_id, s.finish_reason, s.cause) for s in turned] == [
+        ("4", "error", "queue_full"),
+        ("5", "error", "queue_full"),
+    ]
+    assert run.scheduler.rejections == {"queue_full": 2}
+    run.finish()
+    assert set(run.ended) == set("0123")
+
+
+def test_who_waited_too_long_is_turned_away_but_not_who_was_at_work() -> None:
+    now = [0.0]
+    run = make(blocks=8, size=4, seqs=2, length=32, patience=Patience(None, 5.0), clock=lambda: now[0])
+    for i in range(3):
+        run.scheduler.add(sequence(str(i), [i] * 8, ignore_eos=True))
+    while not run.scheduler.preemptions:
+        run.step()
+        assert run.scheduler.turn_away() == []
+    now[0] = 5.1
+    assert [(s.request_id, s.cause) for s in run.scheduler.turn_away()] == [("2", "queue_timeout")]
+    run.finish()
+    assert set(run.ended) == {"0", "1"}
+
+
+# The prefix cache
+
+
+def test_sequences_of_one_step_share_their_prefix() -> None:
+    run = make(blocks=32, tokens=64)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for name in "abc":
+        run.scheduler.add(sequence(name, [*prompt, ord(name) % 9], max_tokens=3, ignore_eos=True))
+    batch = run.scheduler.schedule()
+    assert batch is not None
+    assert [(c.start, len(c.tokens)) for c in batch.chunks] == [(0, 10), (8, 2), (8, 2)]
+    run.scheduler.update(batch, run.engine.run(batch))
+    run.scheduler.check()
+    run.finish()
+    for name in "abc":
+        expected = alone([*prompt, ord(name) % 9], SamplingParams(max_tokens=3, ignore_eos=True), 64)[0]
+        assert answer(run.ended[name]) == expected
+
+
+def test_prompts_at_work_take_over_what_others_have_computed_since() -> None:
+    run = make(blocks=64, size=4, tokens=16, length=128)
+    stem = [i % 7 for i in range(64)]
+    run.scheduler.add(sequence("a", [*stem, *[1] * 30], max_tokens=1))
+    run.scheduler.add(sequence("b", [*stem, *[2] * 30], max_tokens=1))
+    computed = 0
+    while (batch := run.scheduler.schedule()) is not None:
+        computed += batch.num_tokens
+        for sequence_ in run.scheduler.update(batch, run.engine.run(batch)):
+            run.end(sequence_)
+        run.scheduler.check()
+    assert computed == 64 + 30 + 30
+    assert run.ended["a"].cached_tokens + run.ended["b"].cached_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (Handling(cache_salt="x"), Handling(cache_salt="y")),
+        (Handling(cache_salt="x"), Handling()),
+        (Handling(tenant="x"), Handling(tenant="y")),
+        (Handling(tenant="x", cache_salt="y"), Handling(tenant="y", cache_salt="x")),
+        (Handling(skip_reading_prefix_cache=True), Handling()),
+        (Handling(), Handling(skip_reading_prefix_cache=True)),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_nothing_is_shared_across_salts_tenants_and_bypasses(one: Handling, two: Handling, together: bool) -> None:
+    run = make(blocks=32, tokens=64)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    run.scheduler.add(sequence("a", prompt, one, max_tokens=2, ignore_eos=True))
+    if not together:
+        run.finish()
+    run.scheduler.add(sequence("b", prompt, two, max_tokens=2, ignore_eos=True))
+    run.finish()
+    assert run.ended["a"].cached_tokens == run.ended["b"].cached_tokens == 0
+    assert run.scheduler.pool.counters.hits == 0
+    run.scheduler.add(sequence("c", prompt, two, max_tokens=2, ignore_eos=True))
+    run.finish()
+    assert run.ended["c"].cached_tokens == (0 if two.skip_reading_prefix_cache else 8)
+
+
+def test_a_step_that_gave_no_token_takes_back_what_it_promised() -> None:
+    run = make(blocks=32, tokens=64)
+    for name in "ab":
+        run.scheduler.add(sequence(name, [*range(8), ord(name) % 9], max_tokens=9, ignore_eos=True))
+    batch = run.scheduler.schedule()
+    assert batch is not None
+    tokens = run.engine.run(batch)
+    gained = run.scheduler.update(batch, [-1, tokens[1]])
+    run.scheduler.check()
+    assert [s.finish_reason for s in gained] == ["error", None]
+    assert run.scheduler.pool.match(array("i", range(9)), 9) == []
+    run.finish()
+    assert (
+        answer(run.ended["b"]) == alone([*range(8), ord("b") % 9], SamplingParams(max_tokens=9, ignore_eos=True), 64)[0]
+    )
+
+
 # Properties
 
 
 @st.composite
 def traffic(
     draw: Callable,
-) -> tuple[list[tuple[int, list[int], SamplingParams]], dict[str, int], list[tuple[int, int]]]:
+) -> tuple[list[tuple[int, list[int], SamplingParams, Handling]], dict[str, int], list[tuple[int, int]]]:
     """Requests (arrival step, prompt, parameters), the sizes of an engine, and aborts (step, request)."""
     shared = draw(st.lists(st.integers(0, 1), min_size=0, max_size=12))
     length = draw(st.integers(8, 40))
@@ -303,6 +513,7 @@ def traffic(
         "seqs": draw(st.integers(1, 6)),
         "tokens": draw(st.integers(1, 24)),
         "length": length,
+        "max_long_prefills": draw(st.integers(1, 3)),
     }
     requests = []
     for _ in range(draw(st.integers(1, 8))):
@@ -315,7 +526,12 @@ def traffic(
             ignore_eos=draw(st.booleans()),
             stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
         )
-        requests.append((draw(st.integers(0, 20)), prompt, params))
+        handling = Handling(
+            priority=draw(st.sampled_from(["interactive", "batch"])),
+            cache_salt=draw(st.sampled_from(["", "", "x"])),
+            skip_reading_prefix_cache=draw(st.sampled_from([False, False, False, True])),
+        )
+        requests.append((draw(st.integers(0, 20)), prompt, params, handling))
     aborts = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=3))
     return requests, sizes, aborts
 
@@ -327,9 +543,9 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool)
     run = make(**sizes, caching=caching)
     aborted = set()
     for now in range(41):
-        for i, (arrival, prompt, params) in enumerate(requests):
+        for i, (arrival, prompt, params, handling) in enumerate(requests):
             if arrival == now:
-                run.scheduler.add(Sequence(str(i), prompt, params, (EOS,)))
+                run.scheduler.add(Sequence(str(i), prompt, params, (EOS,), 0, handling))
         for when, which in aborts:
             found = run.scheduler.abort(str(which)) if when == now else None
             if found is not None:
@@ -337,10 +553,10 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool)
                 run.end(found)
         run.step()
     # A step computes a token of the oldest sequence at least, and the oldest is never set back: no one can starve.
-    bound = run.steps + sum(len(prompt) + sizes["length"] for _, prompt, _ in requests)
+    bound = run.steps + sum(len(prompt) + sizes["length"] for _, prompt, _, _ in requests)
     run.finish(bound)
     assert set(run.ended) == {str(i) for i in range(len(requests))}
-    for i, (_, prompt, params) in enumerate(requests):
+    for i, (_, prompt, params, _) in enumerate(requests):
         found = run.ended[str(i)]
         if str(i) not in aborted:
             assert (answer(found), found.finish_reason) == alone(prompt, params, sizes["length"])

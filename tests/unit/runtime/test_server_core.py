@@ -1,9 +1,11 @@
 """The server over the real core and two real ranks, whose compiled model is a hash of the tokens in KV memory."""
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,45 @@ def test_answers_are_the_cores(engine: Server) -> None:
     assert done.choices[0].text == "".join(f"w{token}" for token in greedy(prompt, 12))
     assert done.usage is not None
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 12)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_answered_429_with_retry_after(plan: Path, stream: bool) -> None:
+    with real_server(plan, "--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
+        ask = {"model": "fake", "prompt": [3, 5], "temperature": 0, "ignore_eos": True, "stream": stream}
+        with ThreadPoolExecutor(4) as pool:
+            found = [pool.submit(server.http.post, "/v1/completions", json={**ask, "max_tokens": 20}) for _ in range(4)]
+            answers = [future.result() for future in found]
+        turned = [answer for answer in answers if answer.status_code == 429]
+        assert len(turned) == 2
+        for answer in turned:
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert {answer.status_code for answer in answers} == {200, 429}
+
+
+def test_how_a_request_is_treated(engine: Server) -> None:
+    prompt = [7] * 40
+
+    def ask(**given: object) -> tuple[str, int]:
+        body = {"model": "fake", "prompt": prompt, "temperature": 0, "max_tokens": 2, "ignore_eos": True, **given}
+        answer = engine.http.post("/v1/completions", json=body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    text = "".join(f"w{token}" for token in greedy(prompt, 2))
+    assert ask() == (text, 0)
+    assert ask(priority="batch") == (text, 36)
+    assert ask(priority=0, cache_salt="x") == (text, 0)
+    assert ask(cache_salt="x") == (text, 36)
+    assert ask(skip_reading_prefix_cache=True) == (text, 0)
+    for param, value in (("priority", "urgent"), ("priority", 3), ("cache_salt", ""), ("cache_salt", "\ud800")):
+        answer = engine.http.post(
+            "/v1/completions",
+            content=json.dumps({"prompt": [1], param: value}),
+            headers={"Content-Type": "application/json"},
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_a_client_that_leaves_frees_the_blocks(engine: Server) -> None:

@@ -1,0 +1,88 @@
+"""Whether one more sequence fits beside those at work, and how many may wait for that, and how long.
+
+Comes in: sizes of sequences, times at which some ended. Goes out: blocks that will be needed, seconds to wait.
+Must not know: which blocks, whose request. Standard library only; time is an argument.
+
+What runs grows, so a sequence that fits now may not fit soon, and whoever is set back then has cost its work. So the
+peak of what is held is worked out ahead, as if each sequence went on to the length of the average answer so far: until
+answers have been seen, and for answers longer than the average, that is no growth at all, and requests without
+`max_tokens` are not held to what they could need at worst. Where the estimate is too low, preemption sets it right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+#: Share of the pool that admission leaves free: what the estimate has missed comes out of it.
+WATERMARK = 0.01
+#: Weight of the latest answer in the average length.
+_NEWEST = 0.05
+#: Ends that the rate of ends is taken over, and the bounds of what a client is told to wait, in seconds.
+_ENDS, _SOONEST, _LATEST = 64, 1, 60
+
+
+class Growth(NamedTuple):
+    """A sequence in the making: `tokens` that lie in blocks of its own, and how many it is expected to gain."""
+
+    tokens: int
+    remaining: int
+
+
+def peak_blocks(work: Iterable[Growth], block_size: int) -> int:
+    """The most blocks that sequences hold of their own while each gains a token a step until its `remaining` are there.
+
+    An upper bound, at most one block a sequence too high: a sum of tokens is rounded up, not each of its terms.
+    """
+    ending = sorted(work, key=lambda growth: growth.remaining)
+    held, peak = sum(growth.tokens for growth in ending), 0
+    for index, growth in enumerate(ending):
+        going = len(ending) - index
+        peak = max(peak, (held + going * growth.remaining) // block_size + going)
+        held -= growth.tokens
+    return peak
+
+
+class AnswerLength:
+    """The average length of answers, recent ones counting most."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+
+    def ended(self, generated: int) -> None:
+        """An answer came to its end after so many tokens."""
+        self._mean += (generated - self._mean) * _NEWEST
+
+    def remaining(self, generated: int, most: int) -> int:
+        """How many more a sequence is expected to generate; `most` is what its limit leaves."""
+        return min(max(int(self._mean) - generated, 0), most)
+
+
+class Patience:
+    """The bounds of the queue: `most` sequences, `timeout` seconds; None for no bound."""
+
+    def __init__(self, most: int | None, timeout: float | None) -> None:
+        self.most = most
+        self.timeout = timeout
+        self._ends: deque[float] = deque(maxlen=_ENDS)
+
+    def ended(self, now: float) -> None:
+        """A sequence has ended, so another one got its place."""
+        self._ends.append(now)
+
+    def retry_after(self, waiting: int, now: float) -> int:
+        """Whole seconds after which as many have probably ended as wait now."""
+        if len(self._ends) < 2:
+            return _SOONEST
+        each = (now - self._ends[0]) / (len(self._ends) - 1)
+        return min(max(math.ceil(waiting * each), _SOONEST), _LATEST)
+
+    def excess(self, waiting: int) -> int:
+        """How many of those that wait are too many."""
+        return 0 if self.most is None else max(waiting - self.most, 0)
+
+    def is_over(self, arrived: float, now: float) -> bool:
+        """Whether one that came at `arrived` has waited too long."""
+        return self.timeout is not None and now - arrived > self.timeout

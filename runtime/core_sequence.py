@@ -1,0 +1,99 @@
+"""A sequence as the core works on it; what a client sees of it is runtime/sequence.py.
+
+Comes in: a prompt and how it is to be treated. Goes out: `Sequence`, `Scheduled`. Must not know: pools, order, steps.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from llmc.runtime.blocks import ROOT, Root
+from llmc.runtime.messages import Cause, FinishReason, Handling, SamplingParams
+from llmc.runtime.step import Chunk
+
+
+class Sequence:
+    """A request at work. `tokens` is the prompt and what was generated, without the stop token.
+
+    The first `computed` tokens are in the KV cache, in `blocks`; the first `committed` of those blocks can be found by
+    others under `root`, unless the request is not `shareable`. The first `borrowed` blocks were others' at admission.
+    `cached_tokens` were found instead of computed, before the first token was generated. `state_slot` is held as long
+    as blocks are. `serial` says which came first; `arrived` and `admitted` are seconds of the scheduler's clock.
+    `slot` belongs to the sampler. A `cause` says why a sequence that was never admitted has ended.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrived",
+        "blocks",
+        "borrowed",
+        "cached_tokens",
+        "cause",
+        "committed",
+        "computed",
+        "finish_reason",
+        "generated",
+        "limit",
+        "num_prompt",
+        "params",
+        "priority",
+        "request_id",
+        "root",
+        "seed",
+        "serial",
+        "shareable",
+        "slot",
+        "state_slot",
+        "stop_ids",
+        "stop_token",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Seq[int],
+        params: SamplingParams,
+        eos_token_ids: Seq[int] = (),
+        seed: int = 0,
+        handling: Handling = Handling(),  # noqa: B008 - frozen
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.tokens = array("i", prompt)
+        self.num_prompt = len(prompt)
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self.seed = seed
+        self.priority = handling.priority
+        self.shareable = not handling.skip_reading_prefix_cache
+        self.root: Root = (handling.tenant, handling.cache_salt) if handling.tenant or handling.cache_salt else ROOT
+        self.limit = 0  # length at which it ends; set on submission
+        self.serial = -1  # set on submission
+        self.arrived = 0.0
+        self.admitted: float | None = None  # first admission
+        self.generated = 0  # tokens sampled, a stop token included
+        self.computed = 0
+        self.committed = 0
+        self.borrowed = 0
+        self.cached_tokens = 0
+        self.blocks = array("i")
+        self.finish_reason: FinishReason | None = None
+        self.cause: Cause | None = None
+        self.stop_token: int | None = None
+        self.state_slot = -1
+        self.slot: object = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to be computed before the next one can be sampled: 1 while it decodes, more while it is a prompt."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(slots=True)
+class Scheduled(Chunk):
+    """A chunk and the sequence that it belongs to."""
+
+    sequence: Sequence

@@ -1,0 +1,93 @@
+"""How the blocks of a sequence get into the prefix cache and out of it, from its admission to its end.
+
+Comes in: `Sequence`s that hold blocks, or are about to. Goes out: their block tables, `computed` and `committed` kept
+in step with the pool. Must not know: who is served when. Standard library only.
+
+Blocks can be found by others from the moment at which the step that fills them is composed: a step writes all keys and
+values of a layer before it reads any, so even sequences of one step share a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llmc.runtime.blocks import BlockPool, Root
+from llmc.runtime.core_sequence import Scheduled, Sequence
+
+
+class Sharing:
+    """The prefix cache of one pool. Who is not `shareable` takes nothing from it and leaves nothing in it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that a sequence without blocks can start from. They are not held yet."""
+        # The last token is always computed, as its logits are wanted; and it never lands in a block that is shared.
+        most = (len(sequence.tokens) - 1) // self.pool.block_size if sequence.shareable else 0
+        return self.pool.match(sequence.tokens, most, sequence.root)
+
+    def began(self, sequence: Sequence, prefix: int) -> None:
+        """A sequence was admitted with so many blocks of others."""
+        sequence.borrowed = sequence.committed = prefix
+        sequence.computed = prefix * self.pool.block_size
+        if sequence.shareable and not sequence.generated:
+            self.pool.counters.queries += len(sequence.tokens)
+        self._count(sequence, sequence.computed)
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Takes over blocks that others have filled, or are about to, since the sequence was admitted."""
+        pool, blocks = self.pool, sequence.blocks
+        size, before = pool.block_size, sequence.computed
+        while (
+            sequence.shareable
+            and sequence.computed == sequence.committed * size
+            and sequence.computed + size < len(sequence.tokens)
+            and (found := pool.find(*self._key(sequence, sequence.committed))) is not None
+        ):
+            pool.hold((found,))
+            pool.release((blocks[sequence.committed],))
+            blocks[sequence.committed] = found
+            sequence.committed += 1
+            sequence.borrowed += 1
+            sequence.computed += size
+        self._count(sequence, sequence.computed - before)
+
+    def _count(self, sequence: Sequence, found: int) -> None:
+        if not sequence.generated:
+            sequence.cached_tokens += found
+            self.pool.counters.hits += found
+
+    def promise(self, sequence: Sequence, computed: int) -> None:
+        """Offers the blocks that the step being composed will fill, as far as nobody else has them already."""
+        size = self.pool.block_size
+        while sequence.shareable and (sequence.committed + 1) * size <= computed:
+            key = self._key(sequence, sequence.committed)
+            if self.pool.find(*key) is not None:
+                return  # not to be written twice in one step; `commit` takes it over afterwards
+            self.pool.commit(*key, sequence.blocks[sequence.committed])
+            sequence.committed += 1
+
+    def commit(self, sequence: Sequence) -> None:
+        """After a step: offers the blocks that are full, or takes over those that others have filled alike."""
+        while sequence.shareable and (sequence.committed + 1) * self.pool.block_size <= sequence.computed:
+            i = sequence.committed
+            sequence.blocks[i] = self.pool.commit(*self._key(sequence, i), sequence.blocks[i])
+            sequence.committed += 1
+
+    def retract(self, chunk: Scheduled, holders: Iterable[Sequence]) -> None:
+        """After a step in which a chunk gave no token: what it wrote may be broken, and is not offered any more.
+
+        Whoever of the `holders` has such a block already goes on with it, alone.
+        """
+        first = chunk.start // self.pool.block_size
+        gone = self.pool.retract(chunk.blocks[first : chunk.sequence.committed])
+        for sequence in holders:
+            if not gone.isdisjoint(sequence.blocks):
+                sequence.shareable = False
+
+    def _key(self, sequence: Sequence, i: int) -> tuple[Root, tuple[int, ...]]:
+        """Parent and tokens of a sequence's block number `i`."""
+        size = self.pool.block_size
+        parent = sequence.blocks[i - 1] if i else sequence.root
+        return parent, tuple(sequence.tokens[i * size : (i + 1) * size])
