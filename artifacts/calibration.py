@@ -24,10 +24,12 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 #: Raised by one whenever a reader of the older number could misread the newer table.
-TABLE_VERSION = 3
-_READABLE = (1, 2, 3)
+TABLE_VERSION = 4
+_READABLE = (1, 2, 3, 4)
 WEIGHTS = ("fp8", "int4")
 ACTIVATIONS = ("token", "static", "none")
+#: What an output head can be beside rounded linear layers.
+LM_HEAD_DTYPES = ("bf16", "fp8")
 #: Those of a `Choice`.
 _NUMBERS = ("loss", "input_scale", "error")
 
@@ -90,7 +92,8 @@ class CalibrationTable:
 
     The weights were rounded for inputs scaled as `activations` (token|static) says, and modules kept up to `budget`
     times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `weights` fp8|int4: what they were
-    rounded to. `folder` is where the table was read from.
+    rounded to. `head`: the path of the output head, where it was rounded too: to fp8 in any case. `folder` is where
+    the table was read from.
     """
 
     checkpoint: str
@@ -103,10 +106,13 @@ class CalibrationTable:
     rounded: RoundedFile | None = None
     folder: Path | None = field(default=None, compare=False)
     weights: str = "fp8"
+    head: str | None = None
 
     @property
     def version(self) -> int:
-        """1: ranges alone, 2: with choices and rounded weights, 3: INT4 weights."""
+        """1: ranges alone, 2: with choices and rounded weights, 3: INT4 weights, 4: a rounded output head."""
+        if self.head is not None:
+            return 4
         return 1 if self.rounded is None else 2 if self.weights == "fp8" else 3
 
     def named(self, stem: str) -> CalibrationTable:
@@ -134,8 +140,10 @@ class CalibrationTable:
         }
         if self.rounded is not None:
             head |= {"activations": self.activations, "budget": self.budget, "rounded": asdict(self.rounded)}
-        if self.weights != "fp8":
+        if self.version > 2:
             head["weights"] = self.weights
+        if self.head is not None:
+            head["head"] = self.head
         lines = [f"  {json.dumps(path)}: {self.tensors[path].to_json()}" for path in sorted(self.tensors)]
         body = json.dumps(head, indent=1)[:-2]
         return (body + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
@@ -171,6 +179,7 @@ class CalibrationTable:
             ),
             tensors={path: reader.ranges(path, item) for path, item in tensors.items()},
             weights=reader.weights(value, version),
+            head=reader.field(value, "head", str) if version > 3 else None,
             **reader.rounding(value),
         )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from llmc.artifacts.calibration import ACTIVATIONS, CalibrationTable
+from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES, CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import KVScales
@@ -70,7 +70,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fold_positions,
         fuse_experts,
         absorb_latent,
-        partial(quantize, precision=Precision(options.precision, options.table, options.fp8_activations, options.own)),
+        partial(quantize, precision=_precision(options)),
         split_packed,
         fold_activations,
         fuse_rms_norm,
@@ -84,6 +84,10 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fuse_qk_norm,
         simplify_views,
     ]
+
+
+def _precision(options: CompileOptions) -> Precision:
+    return Precision(options.precision, options.table, options.fp8_activations, options.own, options.lm_head_dtype)
 
 
 RANK_PASSES: list[Pass] = [
@@ -109,9 +113,10 @@ class Verifier(Protocol):
 @dataclass(frozen=True)
 class CompileOptions:
     """`precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16|f8e4m3 of the cache (None: exact in an fp32 engine, bf16
-    otherwise), `kv_scales` what each layer's keys and values are divided by where it is f8e4m3;
-    `table` is the calibration and `fp8_activations` token|static|none says what becomes of inputs; `own` is what the
-    checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs before and after it.
+    otherwise), `kv_scales` what each layer's keys and values are divided by where it is f8e4m3; `table` is the
+    calibration and `fp8_activations` token|static|none says what becomes of inputs, `lm_head_dtype` bf16|fp8 of the
+    output head; `own` is what the checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs
+    before and after it.
     """
 
     precision: str = "fp32"
@@ -121,6 +126,7 @@ class CompileOptions:
     table: CalibrationTable | None = None
     fp8_activations: str = "token"
     own: Quantization | None = None
+    lm_head_dtype: str = "bf16"
     verifier: Verifier | None = None
 
 
@@ -232,6 +238,8 @@ def check_options(options: CompileOptions) -> None:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
     if options.fp8_activations not in ACTIVATIONS:
         raise UsageError(f"fp8 activations {options.fp8_activations!r} is not one of {', '.join(ACTIVATIONS)}")
+    if options.lm_head_dtype not in LM_HEAD_DTYPES:
+        raise UsageError(f"lm_head dtype {options.lm_head_dtype!r} is not one of {', '.join(LM_HEAD_DTYPES)}")
     if options.kv_dtype not in (None, *KV_TYPES):
         raise UsageError(f"kv dtype {options.kv_dtype!r} is not one of {', '.join(KV_TYPES)}")
     if options.kv_dtype == "f8e4m3" and options.kv_scales is None:

@@ -16,13 +16,17 @@ from llmc.artifacts.errors import CheckpointError
 from llmc.builder.ir import Graph
 from llmc.builder.passes.rewrite import View
 from llmc.builder.passes.weight import weight_recipe
-from llmc.builder.weights.evaluation import evaluate
-from llmc.builder.weights.recipe import Source
+from llmc.builder.weights.evaluation import evaluate, infer
+from llmc.builder.weights.recipe import Recipe
+from llmc.builder.weights.stream import Shaped, rows
+
+#: Elements of a weight that are read at once.
+_BLOCK = 1 << 22
 
 
-def check_ranges(graph: Graph, table: CalibrationTable, source: Source) -> None:
+def check_ranges(graph: Graph, table: CalibrationTable, source: Shaped) -> None:
     """Raises CheckpointError, naming module and channel, unless each linear's `weight_amax` is that of its weight: one
-    number an output channel, equal as float32. Reads one weight at a time.
+    number an output channel, equal as float32. Reads some rows of one weight at a time.
     """
     view = View(graph)
     for node in graph:
@@ -31,7 +35,7 @@ def check_ranges(graph: Graph, table: CalibrationTable, source: Source) -> None:
         if ranges is None or recipe is None:
             continue
         have = np.asarray(ranges.weight_amax, np.float32)
-        want = np.abs(evaluate(recipe, source)).max(axis=1)
+        want = _row_maxima(recipe, source)
         if len(have) != len(want):
             raise CheckpointError(
                 f"{node.path}: the calibration table has {len(have)} weight ranges, the weight has {len(want)} output "
@@ -44,3 +48,11 @@ def check_ranges(graph: Graph, table: CalibrationTable, source: Source) -> None:
                 f"{want[channel]} in the weights ({wrong.size} of {len(want)} channels differ): the table was changed, "
                 f"or made by another algorithm; make it again with `llmc calibrate`"
             )
+
+
+def _row_maxima(recipe: Recipe, source: Shaped) -> np.ndarray:
+    """The largest magnitude of each row of a weight [N, K], f32[N]."""
+    size, columns = (int(d) for d in infer(recipe, source.shape).shape)
+    step = max(_BLOCK // columns, 1)
+    parts = [rows(recipe, start, min(start + step, size), source) for start in range(0, size, step)]
+    return np.concatenate([np.abs(evaluate(part, source)).max(axis=1) for part in parts])

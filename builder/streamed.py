@@ -10,7 +10,7 @@ has its parameters read whole before its forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,22 @@ def weight_of(module: nn.Module) -> torch.Tensor:
         return rows(None, None)
     loader = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Loader)), None)
     return module.get_parameter("weight") if loader is None else loader.read("weight")
+
+
+def weight_blocks(module: nn.Module, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Runs of rows of a linear module's weight, of at most that many elements, and where they stand; a streamed one is
+    read run by run.
+    """
+    size, columns = module.get_parameter("weight").shape
+    read: _Rows | None = getattr(module, "_llmc_read", None)
+    weight = weight_of(module) if read is None else None
+    step = max(elements // columns, 1)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        if read is not None:
+            yield slice(start, stop), read(start, stop)
+        elif weight is not None:
+            yield slice(start, stop), weight[start:stop]
 
 
 def _unread(module: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
 """The linear modules of a torch model, and forwards put in their place for a while.
 
-Comes in: a Hugging Face model, streamed or not. Goes out: its linear modules but the output head, their weights by
+Comes in: a Hugging Face model, streamed or not. Goes out: its linear modules and its output head, their weights by
 output channels. Must not know: families, what the other forwards measure.
 """
 
@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmc.builder.streamed import weight_of
+from llmc.builder.streamed import weight_blocks, weight_of
+
+#: Elements of a weight that are worked on at once: an output head can have hundreds of millions.
+_BLOCK = 1 << 22
 
 #: A module's path and input -> its output.
 Forward = Callable[[str, torch.Tensor], torch.Tensor]
@@ -31,10 +34,25 @@ def linear_modules(model: Any) -> dict[str, nn.Module]:
     }
 
 
+def head_path(model: Any) -> str | None:
+    """The path of the output head; None where a model has none that is a linear module."""
+    head = model.get_output_embeddings()
+    return next((p for p, m in model.named_modules() if m is head and isinstance(m, nn.Linear)), None)
+
+
 def by_outputs(module: nn.Module) -> torch.Tensor:
     """f32[N, K]: the module's weight with a row for each output; a Conv1D's is stored the other way round."""
     weight = weight_of(module)
     return weight if isinstance(module, nn.Linear) else weight.T
+
+
+def row_blocks(module: nn.Module) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The same in runs of rows, each with where it stands."""
+    if isinstance(module, nn.Linear):
+        yield from weight_blocks(module, _BLOCK)
+    else:
+        weight = by_outputs(module)
+        yield slice(0, len(weight)), weight
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:

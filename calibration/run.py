@@ -6,7 +6,12 @@ cache. Must not know: the graph, plans, how text is cut.
     samples -> sensitivity (one backward pass) -> what stays in bf16 -> rounding, layer by layer -> table
 
 The model runs at float32 on the CPU, its large weights read as they are needed. Ranges are nvidia-modelopt's (its
-MaxCalibrator); the output head is left out.
+MaxCalibrator).
+
+The output head is FP8 in any format's table: of SmolLM2-135M it is a fifth of the weights, and in bf16 a third of the
+bytes of an FP8 decode step, over half of an INT4 one. Compensated rounding is what makes it possible: beside FP8 layers
+(KL 0.0034) rounding it to nearest gives KL 0.035, with scales by search 0.014, compensated 0.0045. Its inputs are never
+rounded.
 """
 
 from __future__ import annotations
@@ -17,16 +22,24 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.artifacts.calibration import ACTIVATIONS, CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
+from llmc.artifacts.calibration import (
+    ACTIVATIONS,
+    LM_HEAD_DTYPES,
+    CalibrationData,
+    CalibrationTable,
+    Choice,
+    Ranges,
+    RoundedFile,
+)
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
 from llmc.artifacts.files import temporary_beside, write_file
 from llmc.artifacts.hashing import sha256_file
@@ -36,10 +49,14 @@ from llmc.builder.sources import sources_digest
 from llmc.builder.weights.rounded import RoundedWriter
 from llmc.calibration.data import Progress, Samples, documentation, read_samples
 
+if TYPE_CHECKING:
+    from llmc.calibration.formats import Rounded
+    from llmc.calibration.sequential import Outcome
+
 _FORMAT = {"fp8": "FP8 E4M3, weights by output channel", "int4": "INT4, weights in groups of 128 columns"}
 _RECIPE = (
     "error-compensated rounding (GPTQ, columns by energy, scales by search), each layer on the inputs that the rounded "
-    "ones before it give; output head unquantized"
+    "ones before it give; output head "
 )
 #: Samples of the calibration and tokens of each, unless activations would take more memory than this.
 _SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20
@@ -55,6 +72,7 @@ class CalibrationOptions:
     as many as memory allows, at most 16) of `tokens` tokens each (None: 256, or what the model takes). `activations`
     token|static|none; `budget`: the linear layers take at most so many times the bytes of pure FP8.
     `weights` fp8|int4: then the budget is that times the bytes of pure INT4, and activations are `none`.
+    `lm_head_dtype` fp8|bf16: fp8 rounds the output head too, weights alone; bf16 leaves it out.
     """
 
     data: Path | None = None
@@ -64,6 +82,7 @@ class CalibrationOptions:
     activations: str = "token"
     budget: float = 1.10
     weights: str = "fp8"
+    lm_head_dtype: str = "fp8"
 
     @staticmethod
     def int4(data: Path | None = None) -> CalibrationOptions:
@@ -82,6 +101,8 @@ class CalibrationOptions:
             raise UsageError(f"an FP8 budget of {self.budget} is outside 1.0 (all FP8) to 2.0 (all bf16)")
         if self.activations not in ACTIVATIONS:
             raise UsageError(f"fp8 activations {self.activations!r} is not one of {', '.join(ACTIVATIONS)}")
+        if self.lm_head_dtype not in LM_HEAD_DTYPES:
+            raise UsageError(f"lm_head dtype {self.lm_head_dtype!r} is not one of {', '.join(LM_HEAD_DTYPES)}")
         return self.samples or _sample_count(checkpoint, tokens), tokens
 
 
@@ -142,51 +163,65 @@ def _calibrate(
     checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
 ) -> CalibrationTable:
     from llmc.calibration.formats import FORMATS
-    from llmc.calibration.modules import linear_modules, shape_of
+    from llmc.calibration.modules import head_path, linear_modules, shape_of
     from llmc.calibration.sensitivity import measure, quantizer
-    from llmc.calibration.sequential import Outcome, round_model
+    from llmc.calibration.sequential import round_model
 
     amax, modelopt = _modelopt()
     model = load_reference(checkpoint)
-    modules = linear_modules(model)
-    if not modules:
+    forms = dict.fromkeys(linear_modules(model), FORMATS[options.weights])
+    if not forms:
         raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
-    probes = samples.ids[::_SENSITIVITY]
-    form, as_read = FORMATS[options.weights], quantizer(options.activations)
+    head = head_path(model) if options.lm_head_dtype == "fp8" else None
+    if head is not None:
+        forms[head] = FORMATS[options.lm_head_dtype]
+    probes, as_read = samples.ids[::_SENSITIVITY], quantizer(options.activations)
     measured = partial(progress, "measuring sensitivity")
-    sensitivity = measure(model, probes, form, as_read, options.seed, measured)
+    sensitivity = measure(model, probes, forms, as_read, options.seed, measured)
     kept = sensitivity.kept(options.budget)
-    ranges: dict[str, Ranges] = {}
     side = output.with_suffix(".safetensors")
     partial_side = temporary_beside(side)
-    shapes = {path: shape_of(module) for path, module in modules.items() if path not in kept}
-    with RoundedWriter(partial_side, shapes, options.weights) as writer:
-
-        def sink(path: str, outcome: Outcome) -> None:
-            loss, error = (float(np.float32(value)) for value in (sensitivity.loss[path], outcome.error))
-            choice = Choice(path in kept, loss, outcome.input_scale, error)
-            ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
-            if outcome.rounded is not None:
-                writer.add(path, *(part.numpy() for part in outcome.rounded.parts))
-            progress("rounding", len(ranges), len(modules))
-
-        round_model(model, samples.ids, kept, form, options.activations, amax, sink)
-        if missing := sorted(modules.keys() - ranges.keys()):
+    shapes = {path: shape_of(model.get_submodule(path)) for path in forms if path not in kept}
+    with RoundedWriter(partial_side, shapes, options.weights, head) as writer:
+        sink = _Sink(writer, sensitivity.loss, kept, progress)
+        round_model(model, samples.ids, kept, forms, options.activations, amax, sink)
+        if missing := sorted(forms.keys() - sink.ranges.keys()):
             raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
     os.replace(partial_side, side)
     table = CalibrationTable(
         checkpoint=checkpoint.digest,
         modelopt=modelopt,
-        recipe=f"{_FORMAT[options.weights]}: {_RECIPE}",
+        recipe=f"{_FORMAT[options.weights]}: {_RECIPE}{'unquantized' if head is None else 'FP8, of weights alone'}",
         data=CalibrationData(samples.source, samples.sha256, len(samples.ids), samples.tokens, options.seed),
-        tensors=ranges,
+        tensors=sink.ranges,
         activations=options.activations,
         budget=options.budget,
         weights=options.weights,
         rounded=RoundedFile(side.name, sha256_file(side)),
+        head=head,
     )
     write_file(output, table.to_json())
     return replace(table, folder=output.parent)
+
+
+@dataclass
+class _Sink:
+    """Writes what `round_model` tells of."""
+
+    writer: RoundedWriter
+    loss: Mapping[str, float]
+    kept: frozenset[str]
+    progress: Progress
+    ranges: dict[str, Ranges] = field(default_factory=dict)
+
+    def rows(self, path: str, start: int, rounded: Rounded) -> None:
+        self.writer.add(path, *(part.numpy() for part in rounded.parts), start=start)
+
+    def done(self, path: str, outcome: Outcome) -> None:
+        loss, error = (float(np.float32(value)) for value in (self.loss[path], outcome.error))
+        choice = Choice(path in self.kept, loss, outcome.input_scale, error)
+        self.ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
+        self.progress("rounding", len(self.ranges), len(self.loss))
 
 
 def _modelopt() -> tuple[Callable[[Any, int | None], Any], str]:

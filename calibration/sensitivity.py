@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from llmc.builder.reference import pass_tokens
 from llmc.calibration.formats import Format
 from llmc.calibration.grid import per_token, search_input_scale, static
-from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced, shape_of
+from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks, shape_of
 
 #: What error compensation leaves of the cost of rounding weights to nearest (measured: 0.45 % perplexity of 1.5 %).
 _COMPENSATED = 0.35
@@ -46,20 +46,20 @@ def quantizer(activations: str) -> Quantizer:
 
 @dataclass
 class Sensitivity:
-    """`loss`: nats a token by module path; `units`: modules that are kept or not together; `form`: what the others are
-    rounded to.
+    """`loss`: nats a token by module path; `units`: modules that are kept or not together; `forms`: what the others
+    are rounded to.
     """
 
     loss: dict[str, float]
     units: list[tuple[str, ...]]
     shapes: dict[str, tuple[int, int]]
-    form: Format
+    forms: Mapping[str, Format]
 
     def kept(self, budget: float) -> frozenset[str]:
         """The modules to keep in bf16 so that all of them take at most `budget` times the bytes that they take if none
         is kept: those that cost most for the bytes that keeping them adds.
         """
-        small = {path: self.form.nbytes(*shape) for path, shape in self.shapes.items()}
+        small = {path: self.forms[path].nbytes(*shape) for path, shape in self.shapes.items()}
         added = {path: 2 * rows * columns - small[path] for path, (rows, columns) in self.shapes.items()}
         room, kept = (budget - 1) * sum(small.values()), set[str]()
 
@@ -77,17 +77,17 @@ class Sensitivity:
 def measure(
     model: Any,
     samples: Sequence[Sequence[int]],
-    form: Format,
+    forms: Mapping[str, Format],
     quantizer: Quantizer,
     seed: int,
     done: Callable[[int, int], None],
 ) -> Sensitivity:
-    """Runs the samples forward and backward, a few at a time. Memory: one layer's activations, each layer's input, and
-    the logits.
+    """Of the modules that `forms` names. Runs the samples forward and backward, a few at a time. Memory: one layer's
+    activations, each layer's input, and the logits.
     """
     batches = _batches(samples, pass_tokens(model))
-    modules = linear_modules(model)
-    record = _Record(modules, form, quantizer)
+    modules = {path: model.get_submodule(path) for path in forms}
+    record = _Record(modules, forms, quantizer, head_path(model))
     generator = torch.Generator().manual_seed(seed)
     with replaced(modules, record.forward), _recomputed_layers(model), _differentiable(model.get_input_embeddings()):
         for count, batch in enumerate(batches, 1):
@@ -95,7 +95,7 @@ def measure(
             done(count, len(batches))
     tokens = sum(map(len, samples))
     loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
-    return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()}, form)
+    return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()}, forms)
 
 
 def _backward(logits: torch.Tensor, generator: torch.Generator) -> None:
@@ -135,8 +135,9 @@ class _Record:
     """What the backward pass finds."""
 
     modules: Mapping[str, nn.Module]
-    form: Format
+    forms: Mapping[str, Format]
     quantizer: Quantizer
+    head: str | None
     squares: dict[str, float] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
     _last: torch.Tensor | None = None
@@ -150,14 +151,15 @@ class _Record:
         y: torch.Tensor = _Measured.apply(x, self, path)
         return plus_bias(module, y)
 
-    def note(
-        self, path: str, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor, weight: torch.Tensor
-    ) -> None:
-        """x [T, K], the gradients at the output [T, N] and at the input [T, K], weight [N, K]."""
-        rounding = self.form.round(weight).weight - weight
-        of_input = ((self.quantizer(x, weight) - x) * back).sum(-1)
-        of_weight = ((x @ rounding.T) * gradient).sum(-1)
-        squares = of_input.square().sum() + _COMPENSATED * of_weight.square().sum()
+    def note(self, path: str, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor) -> None:
+        """x [T, K], the gradients at the output [T, N] and at the input [T, K]."""
+        module, form, of_weight = self.modules[path], self.forms[path], x.new_zeros(len(x))
+        for rows, weight in row_blocks(module):
+            rounding = form.round(weight).weight - weight
+            of_weight += ((x @ rounding.T) * gradient[:, rows]).sum(-1)
+        squares = _COMPENSATED * of_weight.square().sum()
+        if path != self.head:  # which reads its input as it is
+            squares += ((self.quantizer(x, by_outputs(module)) - x) * back).sum(-1).square().sum()
         self.squares[path] = self.squares.get(path, 0.0) + float(squares)
 
 
@@ -168,14 +170,19 @@ class _Measured(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, record: _Record, path: str) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.record, ctx.path = record, path
-        return x @ by_outputs(record.modules[path]).T
+        module = record.modules[path]
+        y = x.new_empty((*x.shape[:-1], shape_of(module)[0]))
+        for rows, weight in row_blocks(module):
+            y[..., rows] = x @ weight.T
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        weight = by_outputs(ctx.record.modules[ctx.path])
-        back = gradient @ weight
-        ctx.record.note(ctx.path, x.flatten(0, -2), gradient.flatten(0, -2), back.flatten(0, -2), weight)
+        back = torch.zeros_like(x)
+        for rows, weight in row_blocks(ctx.record.modules[ctx.path]):
+            back += gradient[..., rows] @ weight
+        ctx.record.note(ctx.path, x.flatten(0, -2), gradient.flatten(0, -2), back.flatten(0, -2))
         return back, None, None
 
 

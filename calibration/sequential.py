@@ -1,18 +1,22 @@
 """Rounds every linear weight of a model, one after the other, each for the inputs that the rounded ones before it give.
 
-Comes in: a model, token ids, which modules stay in bf16. Goes out: for each module its ranges, and the rounded weight.
+Comes in: a model, token ids, which modules stay in bf16. Goes out: for each module its rounded weight, and its ranges.
 Must not know: files, tables, how modules were chosen.
 
 One forward pass carries all samples twice: as the unquantized model computes them, and as the engine will. When it
 comes to a linear module, both inputs are at hand; the weight is rounded so that the second stream's output is as near
 to the first's as it can, and the second goes on with it. So each weight is read once, and one layer's values are held.
+
+The output head comes last and is far the largest: it is rounded in runs of rows, for the inputs of all tokens, and
+nothing is multiplied with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,20 +24,29 @@ from torch import nn
 from llmc.calibration.compensate import Hessian, compensate, fit_rows
 from llmc.calibration.formats import Format, Rounded
 from llmc.calibration.grid import per_token, search_input_scale, static
-from llmc.calibration.modules import by_outputs, linear_modules, plus_bias, replaced
+from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one module: magnitudes of its input and of its weight's rows f32[N], the static scale of its input, the
-    rounded weight or None where it stays in bf16, and its relative error (root mean squares), 0 then.
+    """Of one module: magnitudes of its input and of its weight's rows f32[N], the static scale of its input (0: it has
+    none), and the relative error of its rounded weight (root mean squares), 0 where it stays in bf16.
     """
 
     input_amax: float
     weight_amax: torch.Tensor
     input_scale: float
-    rounded: Rounded | None
     error: float
+
+
+class Sink(Protocol):
+    """Where results go."""
+
+    def rows(self, path: str, start: int, rounded: Rounded) -> None:
+        """Rounded rows of a module's weight, from that one on."""
+
+    def done(self, path: str, outcome: Outcome) -> None:
+        """The module is done."""
 
 
 #: The largest magnitude of a tensor, over all of it or, with axis 0, of each row.
@@ -44,23 +57,24 @@ def round_model(
     model: Any,
     samples: Sequence[Sequence[int]],
     kept: frozenset[str],
-    form: Format,
+    forms: Mapping[str, Format],
     activations: str,
     amax: Amax,
-    sink: Callable[[str, Outcome], None],
+    sink: Sink,
 ) -> None:
-    """Tells `sink` of each module as it is done. `form`: what weights are rounded to. `activations`: inputs are rounded
-    with one scale a token, with one static scale, or none is.
+    """Of the modules that `forms` names, each rounded to its format. `activations`: inputs are rounded with one scale a
+    token, with one static scale, or none is; the output head's never is.
     """
     longest = max(map(len, samples))
     ids = torch.zeros((len(samples), longest), dtype=torch.long)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample)] = torch.tensor(list(sample))
     real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
-    modules = linear_modules(model)
-    streams = _Streams(modules, real.flatten(), kept, form, activations, amax, sink)
+    modules = {path: model.get_submodule(path) for path in forms}
+    head = head_path(model)
+    streams = _Streams(modules, real.flatten(), kept, forms, activations, amax, sink, head)
     with torch.inference_mode(), replaced(modules, streams.forward):
-        model(ids.repeat(2, 1), use_cache=False, logits_to_keep=1)
+        model(ids.repeat(2, 1), use_cache=False, logits_to_keep=0 if head in forms else 1)
 
 
 class _Input:
@@ -92,18 +106,21 @@ class _Streams:
         modules: Mapping[str, nn.Module],
         real: torch.Tensor,
         kept: frozenset[str],
-        form: Format,
+        forms: Mapping[str, Format],
         activations: str,
         amax: Amax,
-        sink: Callable[[str, Outcome], None],
+        sink: Sink,
+        head: str | None,
     ) -> None:
         self.modules, self.real, self.kept, self.amax, self._sink = modules, real, kept, amax, sink
-        self.form, self.activations = form, activations
+        self.forms, self.activations, self.head = forms, activations, head
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
 
     def forward(self, path: str, x: torch.Tensor) -> torch.Tensor:
         module = self.modules[path]
+        if path == self.head:
+            return self._head(path, module, x)
         weight = by_outputs(module)
         rows, columns = weight.shape
         if x.numel() != 2 * len(self.real) * columns:
@@ -119,19 +136,40 @@ class _Streams:
         if path in self.kept:
             torch.mm(given, weight.to(torch.bfloat16).float().T, out=y[1])
         else:
-            rounded = self._round(weight, shared, y)
+            rounded = self._round(path, weight, shared, y)
         self._tell(path, weight, shared.amax, shared.scale, rounded)
         return plus_bias(module, y.view(*x.shape[:-1], rows))
 
     def _tell(
         self, path: str, weight: torch.Tensor, input_amax: float, input_scale: float, rounded: Rounded | None
     ) -> None:
-        error = 0.0 if rounded is None else float((rounded.weight - weight).norm() / weight.norm().clamp_min(1e-30))
-        self._sink(path, Outcome(input_amax, self.amax(weight, 0).flatten(), input_scale, rounded, error))
+        error = 0.0
+        if rounded is not None:
+            error = float((rounded.weight - weight).norm() / weight.norm().clamp_min(1e-30))
+            self._sink.rows(path, 0, rounded)
+        self._sink.done(path, Outcome(input_amax, self.amax(weight, 0).flatten(), input_scale, error))
 
-    def _round(self, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
+    def _head(self, path: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """All tokens' inputs are here. Logits would be the largest tensor of all, and nobody reads them: one column of
+        zeros stands for them.
+        """
+        exact, given = (rows[self.real] for rows in x.reshape(2, len(self.real), -1))
+        hessian = None if path in self.kept else Hessian(given)
+        amax, lost, whole = list[torch.Tensor](), 0.0, 1e-30
+        for rows, weight in row_blocks(module):
+            amax.append(self.amax(weight, 0).flatten())
+            if hessian is not None:
+                rounded = compensate(weight, hessian, self.forms[path])
+                self._sink.rows(path, rows.start, rounded)
+                lost += float((rounded.weight - weight).square().sum())
+                whole += float(weight.square().sum())
+        error = math.sqrt(lost / whole)
+        self._sink.done(path, Outcome(float(self.amax(exact, None)), torch.cat(amax), 0.0, error))
+        return x.new_zeros((*x.shape[:-1], 1))
+
+    def _round(self, path: str, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
-        rounded = compensate(weight, shared.hessian(), self.form)
+        rounded = compensate(weight, shared.hessian(), self.forms[path])
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
         fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
@@ -139,7 +177,7 @@ class _Streams:
 
     def _routed(self, path: str, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A module that sees some of the tokens, of either stream: rounded to nearest, and exact in both streams."""
-        rounded = None if path in self.kept else self.form.round(weight)
+        rounded = None if path in self.kept else self.forms[path].round(weight)
         amax = float(self.amax(x, None))
         input_scale = search_input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
         self._tell(path, weight, amax, input_scale, rounded)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.core import ParameterSource
 
-from llmc.artifacts.calibration import ACTIVATIONS
+from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES
 from llmc.builder.options import KV_CACHE_DTYPES
 from llmc.cli.config import load_config
 
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset(
-    {"model", "fp8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "dry_run", "as_json", "config"}
-)
+    {
+        "model", "fp8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "lm_head_dtype", "dry_run", "as_json",
+        "config",
+    }
+)  # fmt: skip
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset(
     {
         "model", "fp8", "int4", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget",
-        "verify_passes", "kv_dtype", "dump", "stop_after", "config",
+        "lm_head_dtype", "verify_passes", "kv_dtype", "dump", "stop_after", "config",
     }
 )  # fmt: skip
 
@@ -41,11 +44,11 @@ _OF_STOP_AFTER = frozenset(
     type=click.Path(path_type=Path),
     help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
 )
-@click.option("--fp8", is_flag=True, help="FP8 E4M3 weights, rounded with calibration; the output head stays bf16.")
+@click.option("--fp8", is_flag=True, help="FP8 E4M3 weights, rounded with calibration.")
 @click.option(
     "--int4",
     is_flag=True,
-    help="INT4 weights in groups of 128, calibrated; activations stay float32, the output head bf16.",
+    help="INT4 weights in groups of 128, calibrated, the output head FP8; activations stay float32.",
 )
 @click.option(
     "--dtype",
@@ -76,6 +79,11 @@ _OF_STOP_AFTER = frozenset(
     "--fp8-budget",
     type=click.FloatRange(1, 2),
     help="Layers that lose most stay bf16, up to so many times the bytes of pure FP8. Default: 1.1.",
+)
+@click.option(
+    "--lm-head-dtype",
+    type=click.Choice(LM_HEAD_DTYPES),
+    help="The output head beside FP8 or INT4 weights: fp8 rounds it with calibration. Default: the table's, then fp8.",
 )
 @click.option("--tactics", type=click.Path(path_type=Path), help="File of `llmc tune`. Default: the target's own.")
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
@@ -120,7 +128,7 @@ def command(
 
     if dry_run:
         _refuse_beside("--dry-run", _OF_DRY_RUN)
-        shape = {name: rest[name] for name in ("tp", "profile", "target", "kv_dtype")}
+        shape = {name: rest[name] for name in ("tp", "profile", "target", "kv_dtype", "lm_head_dtype")}
         _print_memory(flow.plan_memory(model, precision=precision, **shape), as_json)
         return
     from llmc.artifacts.files import require_writable, write_file

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from llmc.artifacts.calibration import ACTIVATIONS
+from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES
 
 
 @click.command(name="calibrate")
@@ -31,6 +31,13 @@ from llmc.artifacts.calibration import ACTIVATIONS
     type=click.FloatRange(1, 2),
     help="Layers that lose most stay bf16, up to so many times the bytes of pure FP8.",
 )
+@click.option(
+    "--lm-head-dtype",
+    default="fp8",
+    show_default=True,
+    type=click.Choice(LM_HEAD_DTYPES),
+    help="fp8: round the output head too.",
+)
 def command(
     model: Path,
     output: Path,
@@ -41,6 +48,7 @@ def command(
     seed: int,
     fp8_activations: str,
     fp8_budget: float,
+    lm_head_dtype: str,
 ) -> None:
     """Round a checkpoint's weights to FP8 or INT4: a table for `llmc build --calib TABLE`, beside it the weights."""
     from llmc.artifacts.errors import UsageError
@@ -59,6 +67,7 @@ def command(
     if int4:
         _refuse_fp8_options()
         options = replace(CalibrationOptions.int4(calib), samples=samples, tokens=tokens, seed=seed)
+    options = replace(options, lm_head_dtype=lm_head_dtype)
     with make_progress() as progress, progress.stage("calibrate"):
 
         def advance(_: str, done: int, total: int) -> None:

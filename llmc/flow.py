@@ -23,7 +23,7 @@ from llmc.gate import Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
-from llmc.rounding import RoundingOptions
+from llmc.rounding import LM_HEAD_DTYPE, RoundingOptions
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -43,6 +43,7 @@ def build(
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
     fp8_budget: float | None = None,
+    lm_head_dtype: str | None = None,
     tactics: str | Path | None = None,
     lock: str | Path | None = None,
     gate: str | None = None,
@@ -58,11 +59,11 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 and INT4 weights and an FP8 cache; `fp8_activations` and `fp8_budget` say how (see `RoundingOptions`). With
-    `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most `eval_windows` windows of
-    `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own documentation), and `gate` (see
-    llmc/gate.py; None: the precision's default, "off": none) decides whether the plan is published. `kv_dtype` is one
-    of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
+    for FP8 and INT4 weights and an FP8 cache; `fp8_activations`, `fp8_budget` and `lm_head_dtype` say how (see
+    `RoundingOptions`). With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
+    `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
+    documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
+    is published. `kv_dtype` is one of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
     `dump` is a folder for the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
@@ -94,7 +95,12 @@ def build(
     data = None if calib is None else Path(calib)
     for_cache = text_for_cache_alone(precision, kv_dtype, data)
     rounding = RoundingOptions(
-        None if for_cache else data, fp8_activations, fp8_budget, cache, load_target(target).fp8_activations
+        None if for_cache else data,
+        fp8_activations,
+        fp8_budget,
+        cache,
+        load_target(target).fp8_activations,
+        lm_head_dtype,
     )
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
@@ -107,7 +113,8 @@ def build(
             "tactics": tactics,
         }
         files = {name: Path(value) for name, value in named.items() if value is not None}
-        asked = {"fp8_activations": fp8_activations, "fp8_budget": fp8_budget}  # a choice and its default can differ
+        # A choice and its default can differ.
+        asked = {"fp8_activations": fp8_activations, "fp8_budget": fp8_budget, "lm_head_dtype": lm_head_dtype}
         settings = {**dataclasses.asdict(options), **exam.settings(), **asked}
         key = builds.key(Inputs(Path(model), settings, files))
         report = builds.unchanged(key, Path(output))
@@ -153,7 +160,7 @@ def _build(
     text = evaluation_text(source, exam, longest) if exam.evaluate else None
     table = rounding.table(checkpoint, options.precision, progress)
     kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
-    options = dataclasses.replace(options, fp8_activations=rounding.activations_of(table))
+    options = rounding.resolve(options, table)
 
     def self_test(plan: Path) -> Verdict:
         return examine(source, plan, exam, text, progress)
@@ -197,6 +204,7 @@ def dump_passes(
     calib: str | Path | None = None,
     fp8_activations: str | None = None,
     fp8_budget: float | None = None,
+    lm_head_dtype: str | None = None,
     kv_dtype: str | None = None,
     verify_passes: bool = False,
     progress: Progress | None = None,
@@ -220,7 +228,9 @@ def dump_passes(
     names = set(map(pass_name, passes_until(CompileOptions(precision=precision, tp=tp), stop_after)))
     usual = load_target(target).fp8_activations
     for_cache = text_for_cache_alone(precision, kv_dtype, data)
-    rounding = RoundingOptions(None if for_cache else data, fp8_activations, fp8_budget, usual=usual)
+    rounding = RoundingOptions(
+        None if for_cache else data, fp8_activations, fp8_budget, usual=usual, lm_head_dtype=lm_head_dtype
+    )
     quantizes = "quantize" in names
     needed = [(*given, "quantize") for given in rounding.given().items()]
     needed += [("--kv-cache-dtype", "fp8", "fuse_attention")] if kv_dtype == "f8e4m3" else []
@@ -232,13 +242,20 @@ def dump_passes(
             )
     watch = DumpFolder(Path(dump))
     table = rounding.table(checkpoint, precision, progress) if quantizes else None
-    options = dataclasses.replace(options, fp8_activations=rounding.activations_of(table))
+    options = rounding.resolve(options, table)
     kv = kv_table(Source(checkpoint), kv_dtype, data, progress)
     run_stages(checkpoint, options, table, kv, progress, watch, stop_after)
 
 
 def plan_memory(
-    model: str | Path, *, precision: str | None, tp: int, profile: str, target: str, kv_dtype: str | None = None
+    model: str | Path,
+    *,
+    precision: str | None,
+    tp: int,
+    profile: str,
+    target: str,
+    kv_dtype: str | None = None,
+    lm_head_dtype: str | None = None,
 ) -> MemoryPlan:
     """The memory arithmetic of such a build, before any weight is read."""
     from llmc.builder.build import dry_run
@@ -246,7 +263,9 @@ def plan_memory(
 
     checkpoint = open_checkpoint(model)
     precision = precision or default_precision(checkpoint)
-    options = BuildOptions(precision, tp, profile, target, cache_dtype(kv_dtype))
+    rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
+    head = (lm_head_dtype or LM_HEAD_DTYPE) if rounds else "bf16"
+    options = BuildOptions(precision, tp, profile, target, cache_dtype(kv_dtype), lm_head_dtype=head)
     return dry_run(checkpoint, options)
 
 

@@ -3,14 +3,16 @@
 Comes in: a graph with f32 weights, the precision, perhaps a calibration table. Goes out: the same graph with bf16 or
 E4M3 or INT4 weight recipes. Must not know: how scales were found, how weights are packed.
 
-fp8: every linear layer W8A8 except the head (what the model's output is computed from by no further linear layer),
-which is bf16 like the embedding and like the matrices of latent attention, whose inputs no calibration has seen, and
-those that the table keeps in bf16. Layers that experts are chosen by stay float32: rounding them would send tokens to
-other experts. A weight that the table rounded is taken as it is stored there; any other's scale is the largest
-magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table against it). Inputs are scaled by each
-token's largest magnitude / 448, statically by the table, or not at all: then they stay float32.
-int4: of the same layers the weights alone, in groups of 128 columns with a scale and a zero point a row; inputs stay
-float32. What the table did not round is rounded to nearest by the range of each group.
+fp8: every linear layer W8A8 except those that the table keeps in bf16, and the matrices of latent attention, whose
+inputs no calibration has seen: they are bf16 like the embedding. The output head (what the model's output is computed
+from by no further linear layer) is FP8 or bf16, as is asked; its input stays float32. A head that is tied to the
+embedding has numbers of its own then: of the embedding few rows are read, in bf16. Layers that experts are chosen by
+stay float32: rounding them would send tokens to other experts. A weight that the table rounded is taken as it is stored
+there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
+against it). Inputs are scaled by each token's largest magnitude / 448, statically by the table, or not at all: then
+they stay float32.
+int4: of the same layers but the head the weights alone, in groups of 128 columns with a scale and a zero point a row;
+inputs stay float32. What the table did not round is rounded to nearest by the range of each group.
 A checkpoint that is FP8 (or INT4) already keeps its own numbers and scales, also where the model reads several of its
 tensors as one, and what it left alone is bf16.
 """
@@ -55,13 +57,15 @@ _ALWAYS_BF16 = ("embedding", "head_linear")
 @dataclass(frozen=True)
 class Precision:
     """`name` fp32|bf16|fp8|int4; `activations` token|static|none (fp8 only). `own`: what the checkpoint is quantized
-    with itself; where it holds weights whose bytes can be kept, nothing else is quantized.
+    with itself; where it holds weights whose bytes can be kept, nothing else is quantized. `lm_head`: bf16|fp8 of the
+    output head, where linear layers are fp8 or int4.
     """
 
     name: str
     table: CalibrationTable | None = None
     activations: str = "token"
     own: Quantization | None = None
+    lm_head: str = "bf16"
 
     @property
     def stored(self) -> Mapping[str, StoredLinear]:
@@ -69,6 +73,13 @@ class Precision:
         if self.own is None or self.own.scheme.weights != self.name:
             return {}
         return {entry.weight: entry for entry in self.own.linears.values()}
+
+    def head_unrounded(self, path: str) -> bool:
+        """Whether an output head is bf16: by choice, or because the calibration could not round it; rounding it to
+        nearest costs too much.
+        """
+        calibrated = self.table is not None and self.table.rounded is not None
+        return self.lm_head == "bf16" or (calibrated and self.ranges(path) is None)
 
     def ranges(self, path: str) -> Ranges | None:
         """What the table says of a module."""
@@ -105,11 +116,18 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             continue
         ranges = precision.ranges(node.path)
         chosen = ranges is not None and ranges.choice is not None and ranges.choice.kept
-        if precision.name == "bf16" or node.op in _ALWAYS_BF16 or node.out in heads or chosen:
+        head = node.out in heads
+        unrounded = head and precision.head_unrounded(node.path)
+        if unrounded and precision.lm_head != "bf16":
+            notes.append(
+                f"{node.op} @{node.path}: the calibration has rounded no output head of this path: it stays bf16"
+            )
+        if precision.name == "bf16" or node.op in _ALWAYS_BF16 or unrounded or chosen:
             edit.swap(node, _bf16(view, edit, node))
+        elif precision.name == "int4" and not head:
+            edit.swap(node, _int4(view, edit, node, precision))
         else:
-            rounded = _int4 if precision.name == "int4" else _fp8
-            edit.swap(node, rounded(view, edit, node, precision))
+            edit.swap(node, _fp8(view, edit, node, precision, "none" if head else precision.activations))
         matched += 1
     if own:
         notes.append(
@@ -158,7 +176,7 @@ def _bf16(view: View, edit: Edit, node: Node) -> Node:
     return node.replace(inputs=(*node.inputs[:at], weight.out, *node.inputs[at + 1 :]))
 
 
-def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
+def _fp8(view: View, edit: Edit, node: Node, precision: Precision, activations: str) -> Node:
     """The node with an E4M3 weight, its scales, and the scale of its input."""
     at = _WEIGHT[node.op]
     recipe = weight_recipe(view, node.inputs[at])
@@ -167,8 +185,8 @@ def _fp8(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
     quantized, scale = _rounded(recipe, node, precision)
     weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
     scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
-    x_scale = _x_scale(node, precision) if precision.activations == "static" else None
-    return _quantized(view, edit, node, weight, scales, x_scale, precision.activations == "token")
+    x_scale = _x_scale(node, precision) if activations == "static" else None
+    return _quantized(view, edit, node, weight, scales, x_scale, activations == "token")
 
 
 def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
@@ -263,12 +281,12 @@ def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, 
 def _summary(precision: Precision) -> list[str]:
     """Of the table's choices: what rounding costs in each module, the dearest first, and which are kept for that."""
     tensors = {} if precision.table is None or precision.name not in ("fp8", "int4") else precision.table.tensors
-    name = precision.name.upper()
+    name, head = precision.name.upper(), None if precision.table is None else precision.table.head
     choices = {path: ranges.choice for path, ranges in tensors.items() if ranges.choice is not None}
     total = sum(choice.loss for choice in choices.values()) or 1.0
     return [
         f"{path}: {100 * choice.loss / total:.2f} % of the loss of pure {name}, "
-        f"{'kept in bf16' if choice.kept else name}"
+        f"{'kept in bf16' if choice.kept else 'FP8' if path == head else name}"
         for path, choice in sorted(choices.items(), key=lambda item: (-item[1].loss, item[0]))
     ]
 

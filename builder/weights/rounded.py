@@ -11,6 +11,8 @@ or, for a table of INT4 weights, in groups of 128 columns:
     <module>.weight         U8 [N, K], numbers from 0 to 15
     <module>.weight_scale   F16 [N, G]
     <module>.weight_zero    U8 [N, G]
+
+An output head is E4M3 beside INT4 weights too.
 """
 
 from __future__ import annotations
@@ -100,13 +102,17 @@ def _tensors(module: str, shape: tuple[int, int], weights: str) -> list[tuple[st
 
 
 class RoundedWriter:
-    """Writes such a file at `path`, a module at a time; use it in a `with`. `shapes`: [N, K] of every module that will
-    be added; `weights` fp8|int4. Modules that never are leave zeros, so whoever writes must add all.
+    """Writes such a file at `path`, a module or some rows of one at a time; use it in a `with`. `shapes`: [N, K] of
+    every module that will be added; `weights` fp8|int4, `head`: the module that is fp8 beside either. Rows that are
+    never added are zeros, so whoever writes must add all.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, int]], weights: str = "fp8") -> None:
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[int, int]], weights: str = "fp8", head: str | None = None
+    ) -> None:
         self._path, self._offsets, header, at = path, dict[str, int](), {}, 0
-        self._tensors = {module: _tensors(module, shape, weights) for module, shape in shapes.items()}
+        kinds = {module: "fp8" if module == head else weights for module in shapes}
+        self._tensors = {module: _tensors(module, shape, kinds[module]) for module, shape in shapes.items()}
         for module in sorted(shapes):
             for name, dtype, shape in self._tensors[module]:
                 nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
@@ -121,12 +127,15 @@ class RoundedWriter:
             self._file.write(self._head)
             self._file.truncate(len(self._head) + at)
 
-    def add(self, module: str, *parts: np.ndarray) -> None:
-        """The module's tensors in the order above: numbers of the format in any dtype that holds them."""
+    def add(self, module: str, *parts: np.ndarray, start: int = 0) -> None:
+        """Rows of the module's tensors, from `start` on, in the order above: numbers of the format in any dtype that
+        holds them.
+        """
         for (name, dtype, _), value in zip(self._tensors[module], parts, strict=True):
             stored = value.astype(np.uint8 if dtype == "u4" else NUMPY_DTYPES[dtype])
+            before = start * math.prod(stored.shape[1:]) * stored.itemsize
             with disk_errors(self._path):
-                self._file.seek(len(self._head) + self._offsets[name])
+                self._file.seek(len(self._head) + self._offsets[name] + before)
                 self._file.write(np.ascontiguousarray(stored).view(np.uint8).data)
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import llmc
@@ -11,6 +12,7 @@ from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
+from llmc.runtime.selftest import Probe
 from tests.models import save_checkpoint
 
 SMALL = {"precision": "fp8", "tp": 2, "evaluate": False}
@@ -48,7 +50,7 @@ def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path
     build = Plan.open(tmp_path / "a.plan").manifest.build
     notes = next(p.notes for p in build.passes if p.name == "quantize")
     shares = [float(note.split()[1]) for note in notes if "of the loss of pure FP8" in note]
-    assert len(shares) == 14
+    assert len(shares) == 15
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(100, abs=0.1)
     assert any("kept in bf16" in note for note in notes)
@@ -56,6 +58,27 @@ def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path
     errors = json.loads(bytes(Plan.open(tmp_path / "a.plan").section("report.json")))["weight_errors"]
     rounded = {path for path, entry in read_table(table).tensors.items() if entry.choice and not entry.choice.kept}
     assert all(0.01 < errors[f"{path}.weight"] < 0.05 for path in rounded)  # E4M3 has four significant bits
+
+
+def test_an_output_head_answers_alike_on_any_ranks(model: Path, tmp_path: Path) -> None:
+    """Its 300 rows are 5 panels, of which the third rank has the last, in part. The embedding that it is tied to stays
+    bf16. Inputs are not rounded: sums in another order would be rounded otherwise.
+    """
+    table, options = tmp_path / "t.json", CalibrationOptions(samples=4, tokens=64, activations="none")
+    calibrate(open_checkpoint(model), options, table)
+    logits, rows = {}, {1: 300, 3: 44}
+    for tp in (1, 3):
+        report = llmc.build(model, tmp_path / f"{tp}.plan", calib=table, **SMALL | {"tp": tp, "kv_dtype": "f32"})
+        plan = Plan.open(tmp_path / f"{tp}.plan")
+        graph = bytes(plan.section(f"graph/rank{tp - 1}.ir")).decode()
+        assert f"f8e4m3[{rows[tp]},72] = param()" in graph
+        assert "bf16[300,72] = param() {recipe=\"cast(load('model.embed_tokens.weight'), 'bf16')\"}" in graph
+        assert plan.manifest.build.config["lm_head_dtype"] == "fp8"
+        stored = [section.size for section in plan.manifest.sections if section.name.startswith("weights/")]
+        assert report.memory.weights_bytes == sum(stored)
+        with Probe(plan) as probe:
+            logits[tp] = probe.logits([5, 17, 101, 33, 250, 8, 64, 299, 12, 40])
+    np.testing.assert_allclose(logits[3], logits[1], rtol=1e-3, atol=1e-3 * np.abs(logits[1]).max())
 
 
 def test_activations_may_stay_as_they_are(model: Path, tmp_path: Path) -> None:
@@ -92,6 +115,7 @@ def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, t
     [
         ({"fp8_budget": 1.3}, r"--fp8-budget 1\.3: .* was made with 1\.15"),
         ({"fp8_activations": "static"}, "--fp8-activations static: .* was made with token"),
+        ({"lm_head_dtype": "bf16"}, "--lm-head-dtype bf16: .* was made with fp8"),
         ({"precision": "bf16"}, "only an FP8 or INT4 build is calibrated"),
     ],
 )

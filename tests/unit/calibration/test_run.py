@@ -31,7 +31,7 @@ def table(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> C
     return calibrate(checkpoint, SMALL, tmp_path_factory.mktemp("table") / "t.json")
 
 
-@pytest.mark.parametrize(("family", "linears"), [("gpt2", 8), ("llama", 14)])
+@pytest.mark.parametrize(("family", "linears"), [("gpt2", 9), ("llama", 15)])
 def test_ranges_are_what_plain_hooks_see(family: str, linears: int, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_checkpoint(tmp_path / "model", family))
     text = tmp_path / "a.jsonl"
@@ -39,7 +39,7 @@ def test_ranges_are_what_plain_hooks_see(family: str, linears: int, tmp_path: Pa
     options = CalibrationOptions(text, samples=8, tokens=64, seed=3)
     table = calibrate(checkpoint, options, tmp_path / "t.json")
     model, inputs = load_reference(checkpoint), dict[str, float]()
-    for path, module in linear_modules(model).items():
+    for path, module in (linear_modules(model) | {"lm_head": model.lm_head}).items():
 
         def note(_: object, args: tuple[torch.Tensor], path: str = path) -> None:
             inputs[path] = max(inputs.get(path, 0.0), float(args[0].abs().max()))
@@ -70,7 +70,8 @@ def test_the_file_reads_back_and_holds_every_module_that_is_not_kept(table: Cali
 @pytest.mark.parametrize("budget", [1.0, 1.3])
 def test_the_budget_holds_and_is_used(checkpoint: Checkpoint, tmp_path: Path, budget: float) -> None:
     table = calibrate(checkpoint, dataclasses.replace(SMALL, budget=budget), tmp_path / "t.json")
-    modules = linear_modules(load_reference(checkpoint))
+    model = load_reference(checkpoint)
+    modules = linear_modules(model) | {"lm_head": model.lm_head}
     fp8 = kept = 0
     for path, ranges in table.tensors.items():
         rows, columns = by_outputs(modules[path]).shape
@@ -117,6 +118,36 @@ def test_rounded_weights_are_nearer_to_the_model_than_plain_ones(checkpoint: Che
     assert divergence(ours) < 0.8 * divergence(plain)
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_the_output_head_is_fp8_beside_any_weights(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """Rounded in runs of rows, with the error made up for: nearer than rounding to nearest on what it multiplies."""
+    monkeypatch.setattr("llmc.calibration.modules._BLOCK", 64 * 100)
+    options = CalibrationOptions(samples=14, tokens=64, activations="none", budget=1.0, weights=weights)
+    table = calibrate(checkpoint, options, tmp_path / "t.json")
+    assert (table.head, table.version) == ("lm_head", 4)
+    assert read_table(tmp_path / "t.json") == table
+    rounded, model = RoundedWeights.open(table), load_reference(checkpoint)
+    grid, weight = rounded.read(weight_name("lm_head")), by_outputs(model.lm_head)
+    ours = torch.from_numpy(grid.astype(np.float32) * rounded.read(scale_name("lm_head"))[:, None])
+    scale = largest_scale(weight)
+    plain = round_e4m3(weight / scale) * scale
+    inputs = model.model(torch.tensor(documentation(checkpoint, 6, 64, seed=5).ids)).last_hidden_state
+    lost = [float((inputs @ (w - weight).T).square().mean()) for w in (ours, plain)]
+    assert lost[0] < 0.7 * lost[1]
+    choice = table.tensors["lm_head"].choice
+    assert choice is not None
+    assert choice.error == pytest.approx(float((ours - weight).norm() / weight.norm()), rel=1e-4)
+    assert choice.loss > 0
+
+
+def test_an_output_head_that_stays_bf16_is_not_in_the_table(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    table = calibrate(checkpoint, dataclasses.replace(SMALL, lm_head_dtype="bf16"), tmp_path / "t.json")
+    assert (table.head, table.version) == (None, 2)
+    assert "lm_head" not in table.tensors
+
+
 def test_what_was_calibrated_once_is_taken_from_the_cache(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +169,7 @@ def test_what_was_calibrated_once_is_taken_from_the_cache(
         ({"tokens": 257}, "257 tokens exceed the model's 256 positions"),
         ({"budget": 0.9}, r"budget of 0\.9 is outside"),
         ({"activations": "dynamic"}, "is not one of token, static, none"),
+        ({"lm_head_dtype": "int4"}, "lm_head dtype 'int4' is not one of bf16, fp8"),
     ],
 )
 def test_options_that_cannot_be(checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], words: str) -> None:

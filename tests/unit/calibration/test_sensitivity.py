@@ -20,7 +20,8 @@ def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
     model = load_reference(checkpoint)
     exact = model(torch.tensor(samples)).logits.log_softmax(-1)
     as_read = quantizer(activations)
-    loss = measure(model, samples, FORMATS["fp8"], as_read, 0, lambda done, total: None).loss
+    forms = dict.fromkeys(linear_modules(model), FORMATS["fp8"])
+    loss = measure(model, samples, forms, as_read, 0, lambda done, total: None).loss
     for path, module in linear_modules(model).items():
         hook = module.register_forward_pre_hook(
             lambda m, args: (as_read(args[0].flatten(0, -2), by_outputs(m)).view_as(args[0]),)
@@ -34,7 +35,7 @@ def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
 def test_what_costs_most_for_its_bytes_is_kept() -> None:
     shapes = {"a": (100, 100), "b": (100, 100), "c": (10, 100), "d": (100, 100)}
     loss = {"a": 0.1, "b": 0.9, "c": 0.2, "d": 0.3}
-    sensitivity = Sensitivity(loss, [("a", "b"), ("c",), ("d",)], shapes, FORMATS["fp8"])
+    sensitivity = Sensitivity(loss, [("a", "b"), ("c",), ("d",)], shapes, dict.fromkeys(shapes, FORMATS["fp8"]))
     total, one = 310 * 104, 100 * 96
     assert sensitivity.kept(1.0) == frozenset()
     assert sensitivity.kept(1 + 10 * 96 / total) == {"c"}

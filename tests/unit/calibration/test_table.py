@@ -41,7 +41,9 @@ def test_choices_read_back_the_same() -> None:
     assert CalibrationTable.from_json(ROUNDED.to_json()).to_json() == ROUNDED.to_json()
     int4 = dataclasses.replace(ROUNDED, weights="int4")
     assert CalibrationTable.from_json(int4.to_json()) == int4
-    assert (TABLE.version, ROUNDED.version, int4.version) == (1, 2, 3)
+    head = dataclasses.replace(int4, head="m.b")
+    assert CalibrationTable.from_json(head.to_json()) == head
+    assert (TABLE.version, ROUNDED.version, int4.version, head.version) == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def test_choices_read_back_the_same() -> None:
         ({"activations": "dynamic"}, "activations is 'dynamic', expected token, static, none"),
         ({"version": 3}, "weights is None, expected str"),
         ({"version": 3, "weights": "int3"}, "weights is 'int3', expected fp8 or int4"),
+        ({"version": 4, "weights": "int4", "head": 1}, "head is 1, expected str"),
         ({"budget": "1.1"}, "budget is '1.1', expected a number"),
         ({"rounded": None}, "rounded is None"),
         ({"rounded": {"file": "../t.safetensors", "sha256": ""}}, "expected the name of a file beside the table"),
@@ -84,7 +87,7 @@ def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 4}, "version 4, this llmc reads versions 1 to 3"),
+        ({"version": 5}, "version 5, this llmc reads versions 1 to 4"),
         ({"checkpoint": 7}, "checkpoint is 7"),
         ({"data": None}, "data is None"),
         ({"data": {"source": "x"}}, "sha256 is None"),

@@ -58,6 +58,7 @@ no-cache: true
     assert built == {
         "model": tmp_path / "tiny", "precision": "fp8", "tp": 2, "profile": str(tmp_path / "shapes/short.yaml"),
         "target": "cpu:x86-64-v4", "kv_dtype": "bf16", "fp8_activations": "token", "fp8_budget": None,
+        "lm_head_dtype": None,
         "calib": tmp_path / "table.json", "tactics": tmp_path / "fast.yaml",
             "output": tmp_path / "engine.plan", "lock": tmp_path / "llmc.lock",
         "gate": "off", "eval_text": tmp_path / "text.txt", "eval_windows": 3, "eval_length": 64, "evaluate": True,

@@ -18,7 +18,7 @@ from tests.unit.artifacts.test_plan import manifest
 CONFIG: dict[str, object] = {
     "precision": "fp8", "kv_dtype": "bf16", "tp": 2, "profile": "chat", "target": "cpu:x86-64-v3",
     "fp8_activations": "token", "fp8_scales": "llmc's", "gate": "ppl=1.5%,kl=0.02", "eval_windows": 12,
-    "eval_length": 512, "fp8_budget": 1.1,
+    "eval_length": 512, "fp8_budget": 1.1, "lm_head_dtype": "fp8",
 }  # fmt: skip
 DATA = CalibrationData("documentation strings", "0" * 64, 1, 2, 0)
 RANGES = CalibrationTable("d" * 64, "0.47", "max", DATA, {"a": Ranges(1.0, (1.0,))})
@@ -47,6 +47,7 @@ def test_a_table_of_ranges_comes_out_of_the_plan(tmp_path: Path) -> None:
     assert line == (
         "llmc build --model tiny --fp8 --profile chat --kv-cache-dtype bf16 --tp 2 --target cpu:x86-64-v3 "
         "--fp8-activations token --gate ppl=1.5%,kl=0.02 --eval-windows 12 --eval-length 512 --fp8-budget 1.1 "
+        "--lm-head-dtype fp8 "
         "--calib calibration.json --output x.plan"
     )
     assert comments == [
@@ -71,7 +72,7 @@ def test_the_name_of_a_tables_file_is_not_in_its_bytes() -> None:
 
 def test_scales_that_a_checkpoint_brought_are_no_options(tmp_path: Path) -> None:
     config = {**CONFIG, "fp8_activations": "static", "fp8_scales": "the checkpoint's (modelopt)"}
-    del config["fp8_budget"]
+    del config["fp8_budget"], config["lm_head_dtype"]
     options = reproduce.options(write(tmp_path / "x.plan", None, config))
     assert options["fp8"] is True
     assert not {name for name in options if name.startswith("fp8-")}
