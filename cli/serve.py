@@ -77,6 +77,31 @@ def parse_weights(text: str) -> dict[str, float]:
     help="Seconds after which a step counts as hung: requests get an error and the server exits with 1.",
 )
 @click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="LLMC_API_KEY",
+    help="Key that requests must carry as Authorization: Bearer KEY; once or more. Arguments show in ps: "
+    "prefer LLMC_API_KEY or --api-key-file. /health, /ready and /metrics stay open.",
+)
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="File of such keys, one a line.")
+@click.option("--ssl-certfile", type=click.Path(path_type=Path), help="Certificate chain (PEM): serves HTTPS.")
+@click.option("--ssl-keyfile", type=click.Path(path_type=Path), help="Its private key, if not in the same file.")
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    help="Origin whose web pages may read answers (CORS), such as https://chat.example; * for every one.",
+)
+@click.option(
+    "--max-body-bytes",
+    default=8 * 2**20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Larger request bodies get 413.",
+)
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="A line of log a request.")
+@click.option(
     "--shutdown-timeout",
     default=30.0,
     show_default=True,
@@ -101,10 +126,20 @@ def command(
     names: tuple[str, ...],
     threads: int | None,
     step_timeout: float,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    allowed_origins: tuple[str, ...],
+    max_body_bytes: int,
+    log_format: str,
+    log_requests: bool,
     shutdown_timeout: float,
 ) -> None:
     """Serve PLAN over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /ready, /version, /metrics."""
     from llmc.runtime.options import CoreOptions
+    from llmc.runtime.server.access import read_keys
+    from llmc.runtime.server.app import AppOptions
     from llmc.runtime.server.serve import ServeConfig, serve
 
     options = CoreOptions(
@@ -120,4 +155,19 @@ def command(
         queue_timeout=queue_timeout,
         prefix_cache=prefix_cache,
     )
-    sys.exit(serve(ServeConfig(plan, model, lock, host, port, names, options, shutdown_timeout)))
+    app = AppOptions(read_keys(api_keys, api_key_file), allowed_origins, max_body_bytes, log_requests)
+    config = ServeConfig(
+        plan,
+        model,
+        lock,
+        host,
+        port,
+        names,
+        options,
+        shutdown_timeout,
+        app,
+        ssl_certfile,
+        ssl_keyfile,
+        log_format,
+    )
+    sys.exit(serve(config))

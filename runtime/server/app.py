@@ -1,61 +1,53 @@
-"""The FastAPI application: endpoints, error shape, size limit. Knows a `ServerContext`, starts and ends nothing.
+"""The FastAPI application: endpoints, error shape, and what a request passes first: log, origins, keys, size limit.
 
-Comes in: a context whose service may still be missing (loading). Goes out: an ASGI application.
+Comes in: a context whose service may still be missing (loading). Goes out: an ASGI application. It starts
+and ends nothing.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from llmc.runtime.server import chat, completions, errors
+from llmc.runtime.server.access import ApiKeys, RequireKey
+from llmc.runtime.server.body import MAX_BODY_BYTES, BodyLimit
 from llmc.runtime.server.context import ServerContext, of
+from llmc.runtime.server.request_log import RequestLog
 
-MAX_BODY_BYTES = 8 * 2**20
 VERSION = importlib.metadata.version("llmc")
 router = APIRouter()
 
 
-def create_app(context: ServerContext, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The application of one plan."""
+@dataclass(frozen=True)
+class AppOptions:
+    """Who may ask, and for how much. `origins`: of web pages whose scripts may read answers; "*" for all."""
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    max_body_bytes: int = MAX_BODY_BYTES
+    log_requests: bool = True
+
+
+def create_app(context: ServerContext, options: AppOptions) -> FastAPI:
+    """The application of one plan. A request passes what was added last first."""
     app = FastAPI(title="llmc", version=VERSION, docs_url=None, redoc_url=None)
     app.state.context = context
     app.include_router(router)
     app.include_router(completions.router)
     app.include_router(chat.router)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    if options.keys:
+        app.add_middleware(RequireKey, keys=ApiKeys(options.keys))
+    if options.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=options.origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestLog, count=context.metrics.on_response, lines=options.log_requests)
     errors.install(app)
     return app
-
-
-class BodyLimit:
-    """Refuses bodies over `max_bytes` with 413, before they are held in memory."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        total = 0
-
-        async def counted() -> Message:
-            nonlocal total
-            message = await receive()
-            if message["type"] == "http.request":
-                total += len(message.get("body", b""))
-                if total > self._max:
-                    raise HTTPException(413, f"the body is over the limit of {self._max} bytes")
-            return message
-
-        await self._app(scope, counted, send)
 
 
 def _model(context: ServerContext, name: str) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from fastapi import APIRouter, Request, Response
 from llmc.runtime.model_text import ModelText
 from llmc.runtime.sequence import Delta, TokenEntry
 from llmc.runtime.server.answers import Chunks, EventStream, Usage, collect, events, usage_of
-from llmc.runtime.server.context import THREAD_CHARS, of
+from llmc.runtime.server.body import JsonRoute
+from llmc.runtime.server.context import THREAD_CHARS, of, tenant_of
 from llmc.runtime.server.protocol import ChatRequest
 from llmc.runtime.server.submit import submit
 from llmc.runtime.text import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0  # JSON has no minus infinity
 _ROLE = b'"delta":{"role":"assistant","content":""}'
@@ -117,7 +118,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = context.admit(body.model)
     params = service.text.params(body.sampling())
     prompt = await _encode_chat(service.text, body)
-    group = submit(service, [prompt], params, body.n, "messages", body.handling())
+    group = request.state.group = submit(service, [prompt], params, body.n, "messages", body.handling(tenant_of(request)))
     identity: dict[str, Any] = {
         "id": f"chatcmpl-{group.id}",
         "created": context.now(),

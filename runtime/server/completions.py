@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request, Response
 from llmc.runtime.params import RequestError
 from llmc.runtime.sequence import Delta, TokenEntry
 from llmc.runtime.server.answers import Chunks, EventStream, Usage, collect, events, usage_of
-from llmc.runtime.server.context import MAX_SEQUENCES, THREAD_CHARS, of
+from llmc.runtime.server.body import JsonRoute
+from llmc.runtime.server.context import MAX_SEQUENCES, THREAD_CHARS, of, tenant_of
 from llmc.runtime.server.protocol import CompletionRequest
 from llmc.runtime.server.submit import submit
 from llmc.runtime.text import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0  # JSON has no minus infinity
 
@@ -100,7 +101,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = service.text.params(body.sampling())
     ids = [await _encode_prompt(tokenizer, prompt) for prompt in prompts]
     echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else [""] * len(prompts)
-    group = submit(service, ids, params, body.n, "prompt", body.handling())
+    group = request.state.group = submit(service, ids, params, body.n, "prompt", body.handling(tenant_of(request)))
     identity: dict[str, Any] = {
         "id": f"cmpl-{group.id}",
         "created": context.now(),

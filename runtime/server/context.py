@@ -73,3 +73,8 @@ def of(request: Request) -> ServerContext:
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context
+
+
+def tenant_of(request: Request) -> str:
+    """Whom the prefix cache takes the client for: a name of its API key, "" where none is asked for."""
+    return str(getattr(request.state, "key_scope", ""))

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from llmc.runtime.params import RequestError
 from llmc.runtime.server.last_resort import end_process
+from llmc.runtime.server.request_log import CLIENT_GONE
 
 log = logging.getLogger("llmc.server")
 
@@ -73,8 +74,11 @@ def _printable(text: str | None) -> str | None:
     return None if text is None else text.encode(errors="replace").decode()
 
 
-def _response(error: ApiError) -> Response:
+def response_of(error: ApiError) -> Response:
+    """The response that says so."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(error_json(error.body), error.status, headers, "application/json")
 
 
@@ -85,6 +89,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at byte {first['loc'][-1]}")
     path = first["loc"][1:]
+    if first["type"] == "too_long" and "param" in first.get("ctx", {}):
+        return ApiError(400, first["msg"], param=_path_name((*path, first["ctx"]["param"])), code="too_long")
     if first["type"] in ("unsupported_parameter", "unknown_parameter"):
         return ApiError(400, first["msg"], param=_path_name((*path, first["ctx"]["param"])), code=first["type"])
     if not path:
@@ -98,9 +104,16 @@ def from_validation(error: RequestValidationError) -> ApiError:
             return ApiError(400, f"{param}: {e['msg']}", param=param, code=e["type"])
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    value = json.dumps(first.get("input"), default=str, ensure_ascii=False)
-    shown = value if len(value) <= 80 else value[:77] + "..."
+    shown = _shown(first.get("input"))
     return ApiError(400, f"{param} is {shown}; it should be {wanted}", param=param, code="invalid_type")
+
+
+def _shown(value: object) -> str:
+    """A value as JSON, at most 80 characters: a long one is not written out first."""
+    if isinstance(value, list | dict) and len(value) > 40:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} members"
+    text = json.dumps(value[:100] if isinstance(value, str) else value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _path_name(path: tuple[int | str, ...]) -> str:
@@ -127,19 +140,19 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
-        return _response(error)
+        return response_of(error)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=499)  # for the log; nobody receives it
+        return Response(status_code=CLIENT_GONE)  # for the log; nobody receives it
 
     @app.exception_handler(RequestError)
     async def request(_: Request, error: RequestError) -> Response:
-        return _response(ApiError(400, str(error), param=error.param, code=error.code))
+        return response_of(ApiError(400, str(error), param=error.param, code=error.code))
 
     @app.exception_handler(RequestValidationError)
     async def validation(_: Request, error: RequestValidationError) -> Response:
-        return _response(from_validation(error))
+        return response_of(from_validation(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -148,11 +161,11 @@ def install(app: FastAPI) -> None:
             message = f"the body cannot be read as JSON: {_reason(error.__cause__)}"
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}"
-        return _response(ApiError(error.status_code, message, code=_CODES.get(error.status_code)))
+        return response_of(ApiError(error.status_code, message, code=_CODES.get(error.status_code)))
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         if isinstance(error, MemoryError):
             end_process()
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _response(ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details"))
+        return response_of(ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details"))

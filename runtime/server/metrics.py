@@ -57,6 +57,15 @@ ITL = (
 E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 REASONS = ("stop", "length", "abort", "error")
+#: What a response's status says about a request that was not taken.
+REJECTIONS = {
+    400: "invalid",
+    401: "unauthorized",
+    404: "not_found",
+    413: "body_too_large",
+    429: "queue_full",
+    503: "not_ready",
+}
 
 
 class Histogram:
@@ -90,6 +99,7 @@ class Metrics(Observer, Collector):
         self._model = model_name
         self._info = info
         self._finished: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
         self._histograms = {
             "time_to_first_token_seconds": (
                 Histogram(TTFT),
@@ -119,6 +129,11 @@ class Metrics(Observer, Collector):
         self._e2e.observe(seconds)
         self._prompt.observe(sequence.prompt_tokens)
         self._generated.observe(sequence.completion_tokens)
+
+    def on_response(self, path: str, status: int) -> None:
+        """A request for `path` has been answered with `status`; those for completions are counted."""
+        if path.endswith("/completions") and status in REJECTIONS:
+            self._rejected[REJECTIONS[status]] += 1
 
     def scrape(self) -> bytes:
         """The text of /metrics."""
@@ -170,6 +185,12 @@ class Metrics(Observer, Collector):
         for reason in REASONS:
             success.add_metric([self._model, reason], self._finished[reason])
         yield success
+        rejected = CounterMetricFamily(
+            "llmc:admission_rejections", "Requests that were not taken, by reason.", labels=["model_name", "reason"]
+        )
+        for reason in REJECTIONS.values():
+            rejected.add_metric([self._model, reason], self._rejected[reason])
+        yield rejected
 
     def _one(self, family: Callable[..., Metric], name: str, text: str, value: float) -> Metric:
         metric = family(f"llmc:{name}", text, labels=["model_name"])

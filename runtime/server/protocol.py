@@ -10,9 +10,9 @@ no effect: it is a label for the provider's own records.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from llmc.runtime.messages import INTERACTIVE, Handling
@@ -59,6 +59,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls", "reasoning_content")
 
 
+#: Members of any list or object but the prompt: what is checked one by one, and kept as objects, is bounded first.
+_MAX_MEMBERS = 16384
+
 #: One way to write each id, so that no two keys of an object mean the same.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
@@ -76,6 +79,12 @@ class _Strict(BaseModel):
             if value is None:
                 continue
             if name in cls.model_fields:
+                if name != "prompt" and isinstance(value, list | dict) and len(value) > _MAX_MEMBERS:
+                    raise PydanticCustomError(
+                        "too_long",
+                        "{param} has {count} members; at most {most} are allowed",
+                        {"param": name, "count": len(value), "most": _MAX_MEMBERS},
+                    )
                 given[name] = value
             elif not cls._asks_nothing(name, value):
                 known = name in UNSUPPORTED
@@ -177,10 +186,26 @@ def _token_ids(bias: dict[str, float]) -> dict[int, float]:
     return {int(token): value for token, value in bias.items()}
 
 
+_Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt as it is, or one error: a union would check it as each of its members, and keep an error a token."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds <= {str} or kinds <= {int}:
+            return value
+        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
+            return value
+    raise PydanticCustomError("prompt", "a string, a list of strings, a list of token ids, or a list of such lists")
+
+
 class CompletionRequest(SamplingRequest):
     """Body of POST /v1/completions. `max_tokens` is 16 when left out, as OpenAI has it."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[_Prompt, PlainValidator(_prompt, json_schema_input_type=_Prompt)]
     echo: bool = False
     logprobs: int | None = None
 
@@ -236,7 +261,7 @@ class ChatMessage(_Strict):
 class ChatRequest(SamplingRequest):
     """Body of POST /v1/chat/completions. Without a limit the answer may fill what max_seq_len leaves."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], FailFast()]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

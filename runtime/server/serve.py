@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -29,10 +28,12 @@ from llmc.artifacts.plan import Plan
 from llmc.artifacts.verify import require_verified
 from llmc.runtime.front import PROGRESS_DEADLINE
 from llmc.runtime.options import CoreOptions
-from llmc.runtime.server.app import create_app
+from llmc.runtime.server.app import AppOptions, create_app
 from llmc.runtime.server.context import ServerContext
 from llmc.runtime.server.last_resort import EndWithoutMemory, guard_loop, watch_loop
+from llmc.runtime.server.logs import configure
 from llmc.runtime.server.metrics import Metrics
+from llmc.runtime.server.tls import check_tls
 from llmc.runtime.service import Service
 
 log = logging.getLogger("llmc.server")
@@ -54,6 +55,10 @@ class ServeConfig:
     names: tuple[str, ...] = ()
     options: CoreOptions = field(default_factory=CoreOptions)
     shutdown_timeout: float = 30.0
+    app: AppOptions = field(default_factory=AppOptions)
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    log_format: str = "text"
 
 
 class _Server(uvicorn.Server):
@@ -71,12 +76,16 @@ def serve(
 
     `core_command` stands in for the core in tests; after `progress_deadline` seconds without a step it is not ready.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    check_tls(config.certificate, config.certificate_key)
     plan = require_verified(config.plan, config.model, config.lock)
     options = msgspec.structs.replace(config.options, front_stop_timeout=FRONT_STOP_SECONDS)
     options.check(plan.manifest.profile)
     config = dataclasses.replace(config, options=options)
-    with _listen(config.host, config.port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with (
+        contextlib.closing(configure(config.log_format)),
+        _listen(config.host, config.port) as sock,
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
         return runner.run(_Run(config, plan, sock, core_command, progress_deadline).main())
 
 
@@ -128,7 +137,7 @@ class _Run:
         self._context = ServerContext(plan, names, Metrics(names[0], info))
         self._signalled: signal.Signals | None = None
         self._stop = asyncio.Event()
-        app = EndWithoutMemory(create_app(self._context))
+        app = EndWithoutMemory(create_app(self._context, config.app))
         self._http = _Server(
             uvicorn.Config(
                 app,
@@ -138,6 +147,8 @@ class _Run:
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
+                ssl_certfile=config.certificate,
+                ssl_keyfile=config.certificate_key,
             )
         )
 
@@ -202,8 +213,9 @@ class _Run:
         assert core is not None
         host, port = self._sock.getsockname()[:2]
         log.info(
-            "serving %s on http://%s:%d: loaded in %.2f s, %d blocks of KV, at most %d sequences and %d tokens a step",
+            "serving %s on %s://%s:%d: loaded in %.2f s, %d blocks of KV, at most %d sequences and %d tokens a step",
             self._context.model,
+            "http" if self._config.certificate is None else "https",
             f"[{host}]" if ":" in host else host,
             port,
             core.load_seconds,

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,14 @@ ROOT = Path(__file__).resolve().parents[3]
 class Server:
     """A running server. `log` is what it has written to stderr, once it has ended."""
 
-    def __init__(self, command: list[str], env: dict[str, str], port: int | None = None) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], port: int | None = None, stderr: int | None = None
+    ) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [*command, "--port", str(self.port)], env={**os.environ, **env}, stderr=subprocess.PIPE, cwd=ROOT
+            [*command, "--port", str(self.port)], env={**os.environ, **env}, stderr=stderr or self._stderr, cwd=ROOT
         )
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
@@ -65,8 +69,9 @@ class Server:
 
     def finish(self, seconds: float = 10) -> int:
         """Waits for the end; returns the exit code."""
-        _, log = self.process.communicate(timeout=seconds)
-        self.log = log.decode()
+        self.process.wait(seconds)
+        self._stderr.seek(0)
+        self.log = self._stderr.read().decode()
         return self.process.returncode
 
     def close(self) -> None:
@@ -89,9 +94,14 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def fake_server(
-    plan: Path, *arguments: str, ready: bool = True, port: int | None = None, **env: str
+    plan: Path,
+    *arguments: str,
+    ready: bool = True,
+    port: int | None = None,
+    stderr: int | None = None,
+    **env: str,
 ) -> Iterator[Server]:
-    server = Server([sys.executable, FAKE_SERVER, str(plan), *arguments], env, port)
+    server = Server([sys.executable, FAKE_SERVER, str(plan), *arguments], env, port, stderr)
     try:
         if ready:
             server.wait_ready()
