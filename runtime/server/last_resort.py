@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _LAST_WORDS = b"error: the server is out of memory and ends; give it more, or lower --kv-bytes\n"
 #: An event loop that has not turned for so long counts as hung, in seconds.
-LOOP_SECONDS = 10.0
+LOOP_SECONDS = 20.0
 _REARM_SECONDS = 1.0
 
 

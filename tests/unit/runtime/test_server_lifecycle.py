@@ -234,6 +234,6 @@ def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
     with fake_server(write_plan(tmp_path / "p.plan", template=endless)) as server:
         with pytest.raises(httpx.TransportError):
-            server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=20)
+            server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=60)
         assert server.finish() == 1
         assert "chat_template" in server.log
