@@ -118,7 +118,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = context.admit(body.model)
     params = service.text.params(body.sampling())
     prompt = await _encode_chat(service.text, body)
-    group = request.state.group = submit(service, [prompt], params, body.n, "messages", body.handling(tenant_of(request)))
+    group = request.state.group = submit(
+        service, [prompt], params, body.n, "messages", body.handling(tenant_of(request))
+    )
     identity: dict[str, Any] = {
         "id": f"chatcmpl-{group.id}",
         "created": context.now(),

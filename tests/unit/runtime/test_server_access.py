@@ -16,7 +16,9 @@ import pytest
 from llmc.artifacts.errors import UsageError
 from llmc.runtime.server.access import ApiKeys, read_keys
 from llmc.runtime.server.protocol import ChatRequest
-from tests.unit.runtime.servers import Server, fake_server
+from tests.unit.runtime.fake_engine import write_engine_plan
+from tests.unit.runtime.servers import Server, fake_server, real_server
+from tests.unit.runtime.test_server_core import with_tokenizer
 
 BODY = {"prompt": "one two", "max_tokens": 2}
 PAGE = "https://chat.example"
@@ -230,3 +232,15 @@ def test_lists_are_bounded(server: Server) -> None:
     error = server.http.post("/v1/chat/completions", json=body).json()["error"]
     assert (error["param"], error["code"]) == ("messages", "too_long")
     assert "20000" in error["message"]
+
+
+def test_keys_do_not_share_a_prefix_cache(tmp_path: Path) -> None:
+    plan = with_tokenizer(write_engine_plan(tmp_path / "engine.plan"))
+    with real_server(plan, "--api-key", "first", "--api-key", "second") as server:
+        cached = []
+        for key in ("first", "first", "second"):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": list(range(20)), "max_tokens": 1}
+            usage = server.http.post("/v1/completions", json=body, headers=headers).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 16, 0]
