@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-import time
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -24,12 +24,10 @@ _FLUSH_SECONDS = 1.0
 class JsonFormatter(logging.Formatter):
     """A record as one line of JSON: time, level, logger, and its message or (`extra={"fields": ...}`) its fields."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
         """See logging."""
         line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z",
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
         }
