@@ -99,6 +99,7 @@ def parse_weights(text: str) -> dict[str, float]:
     type=click.IntRange(min=1),
     help="Larger request bodies get 413.",
 )
+@click.option("--slo", help="Levels that /metrics counts goodput against, such as ttft=500ms,tpot=50ms.")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="A line of log a request.")
 @click.option(
@@ -132,6 +133,7 @@ def command(
     ssl_keyfile: Path | None,
     allowed_origins: tuple[str, ...],
     max_body_bytes: int,
+    slo: str | None,
     log_format: str,
     log_requests: bool,
     shutdown_timeout: float,
@@ -141,6 +143,7 @@ def command(
     from llmc.runtime.server.access import read_keys
     from llmc.runtime.server.app import AppOptions
     from llmc.runtime.server.serve import ServeConfig, serve
+    from llmc.runtime.server.slo import Slo
 
     options = CoreOptions(
         kv_bytes=kv_bytes,
@@ -169,5 +172,6 @@ def command(
         ssl_certfile,
         ssl_keyfile,
         log_format,
+        None if slo is None else Slo.parse(slo),
     )
     sys.exit(serve(config))

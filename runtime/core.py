@@ -14,6 +14,7 @@ import secrets
 import select
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from typing import Self
 
@@ -24,7 +25,7 @@ from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.executor import Executor, ParentGone, RankLost
-from llmc.runtime.messages import Abort, Alive, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
+from llmc.runtime.messages import STEP_TOKENS, Abort, Alive, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
 from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
@@ -84,6 +85,8 @@ class Core:
         self._draining = self._stopping = False
         self._steps = 0
         self._step_seconds = self._schedule_seconds = 0.0
+        self._step_sequences = self._step_tokens_sum = 0
+        self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._stats_time = 0.0
         self._stats_steps = -1
 
@@ -198,6 +201,9 @@ class Core:
         now = time.perf_counter()
         self._steps += 1
         self._step_seconds += now - began
+        self._step_sequences += len(batch.chunks)
+        self._step_tokens_sum += batch.num_tokens
+        self._step_tokens[bisect_left(STEP_TOKENS, batch.num_tokens)] += 1
         messages: list[Output | Stats] = [_output(s, found) for s, found in zip(gained, sampled, strict=True)]
         if now - self._stats_time >= _STATS_SECONDS:
             messages.append(self._stats(now))
@@ -232,6 +238,9 @@ class Core:
             evictions=cache.evictions,
             evicted_lifetime_seconds=cache.lifetime_seconds,
             evicted_idle_seconds=cache.idle_seconds,
+            step_sequences=self._step_sequences,
+            step_tokens_sum=self._step_tokens_sum,
+            step_tokens=self._step_tokens,
         )
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Self
 
 from llmc.runtime.messages import (
@@ -34,20 +35,30 @@ from llmc.runtime.text import Detokenizer
 PROGRESS_DEADLINE = 9.0
 
 
+@dataclass(slots=True)
+class Times:
+    """When things happened to a sequence, in seconds after its submission. `first` and `last`: its tokens, if any."""
+
+    queued: float = 0.0
+    first: float | None = None
+    last: float = 0.0
+    end: float = 0.0
+
+
 class Observer:
     """What a front end tells whoever counts: times in seconds. The base counts nothing."""
 
     def on_tokens(self, seconds: float, count: int, first: bool) -> None:
         """Tokens came, `seconds` after the sequence's previous ones (`first`: after its submission)."""
 
-    def on_finish(self, sequence: Sequence, seconds: float) -> None:
-        """A sequence ended, `seconds` after its submission; its finish_reason is set."""
+    def on_finish(self, sequence: Sequence, times: Times) -> None:
+        """A sequence ended; its finish_reason is set."""
 
 
 class _Live:
     """A sequence that the core works on, and where its deltas go."""
 
-    __slots__ = ("group", "index", "last", "pending", "request_id", "sequence", "started")
+    __slots__ = ("group", "index", "pending", "request_id", "sequence", "started", "times")
 
     def __init__(self, request_id: str, sequence: Sequence, group: Group, index: int, now: float) -> None:
         self.request_id = request_id
@@ -55,7 +66,8 @@ class _Live:
         self.group = group
         self.index = index
         self.pending: Delta | None = None
-        self.started = self.last = now
+        self.started = now
+        self.times = Times()
 
 
 class Group:
@@ -185,7 +197,7 @@ class FrontEnd:
         if (live := self._forget(request_id)) is not None:
             self._send(Abort(request_id))
             live.sequence.finish_reason = "abort"
-            self._observer.on_finish(live.sequence, self._loop.time() - live.started)
+            self._finish(live)
 
     def abort_all(self, error: str) -> None:
         """Ends every request with an error, and tells the core."""
@@ -239,13 +251,16 @@ class FrontEnd:
         first = sequence.completion_tokens == 0
         delta = sequence.accept(output)
         if delta.tokens:
-            self._observer.on_tokens(now - live.last, len(delta.tokens), first)
-            live.last = now
+            at = now - live.started
+            self._observer.on_tokens(at - live.times.last, len(delta.tokens), first)
+            live.times.last = at
+            if first:
+                live.times.first, live.times.queued = at, output.queue_seconds
         if sequence.finish_reason is not None:
             if isinstance(delta.stop_reason, str) and output.finish_reason is None:
                 self._send(Abort(output.request_id, "stop"))
             self._forget(output.request_id)
-            self._observer.on_finish(sequence, now - live.started)
+            self._finish(live)
         live.group.deliver(live, delta)
 
     def _on_stats(self, stats: Stats) -> None:
@@ -266,8 +281,12 @@ class FrontEnd:
     def _end_with_error(self, live: _Live, error: str) -> None:
         self._forget(live.request_id)
         live.sequence.finish_reason = "error"
-        self._observer.on_finish(live.sequence, self._loop.time() - live.started)
+        self._finish(live)
         live.group.deliver(live, Delta(finish_reason="error", error=error))
+
+    def _finish(self, live: _Live) -> None:
+        live.times.end = self._loop.time() - live.started
+        self._observer.on_finish(live.sequence, live.times)
 
     def _forget(self, request_id: str) -> _Live | None:
         live = self._live.pop(request_id, None)

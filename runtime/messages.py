@@ -124,12 +124,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     load_seconds: float
 
 
+#: Bounds by which steps are counted, in tokens; vLLM's.
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core.
 
     `schedule_seconds` is what composing the steps took, beside `step_seconds`. `rejections` are counted by `Cause`.
     `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
-    sums how long each could be found, `evicted_idle_seconds` how long nobody had used it.
+    sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. `step_sequences` sums the
+    sequences of all steps, `step_tokens` counts steps by their tokens: up to each of STEP_TOKENS, and more.
     """
 
     running: int
@@ -150,6 +155,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     evictions: int = 0
     evicted_lifetime_seconds: float = 0.0
     evicted_idle_seconds: float = 0.0
+    step_sequences: int = 0
+    step_tokens_sum: int = 0
+    step_tokens: list[int] = []
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

@@ -2,15 +2,12 @@
 
 Comes in: the core's `Stats` (counters and gauges, read when scraped) and the front end's events (histograms).
 Goes out: metric families. Must not know: HTTP.
-
-Histograms are lists of counts: recording one value costs a bisection, because it happens for every token.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -22,8 +19,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from llmc.runtime.front import FrontEnd, Observer
+from llmc.runtime.front import FrontEnd, Observer, Times
+from llmc.runtime.messages import STEP_TOKENS
 from llmc.runtime.sequence import Sequence
+from llmc.runtime.server.histogram import Histogram, cumulative
+from llmc.runtime.server.slo import Slo
 
 # vLLM's buckets; those of single tokens start at 1 ms instead of 10, which fast engines are below.
 TTFT = (
@@ -56,6 +56,34 @@ ITL = (
 )
 E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (TTFT, "Seconds from a sequence's submission to its first token."),
+    "inter_token_latency_seconds": (ITL, "Seconds between tokens of a sequence."),
+    "request_time_per_output_token_seconds": (ITL, "Mean seconds between a sequence's tokens."),
+    "e2e_request_latency_seconds": (E2E, "Seconds from a sequence's submission to its end."),
+    "request_queue_time_seconds": (E2E, "Seconds that a sequence waited to be admitted."),
+    "request_inference_time_seconds": (E2E, "Seconds from a sequence's admission to its end."),
+    "request_prefill_time_seconds": (E2E, "Seconds from a sequence's admission to its first token."),
+    "request_decode_time_seconds": (E2E, "Seconds from a sequence's first token to its last."),
+    "request_prompt_tokens": (TOKENS, "Prompt tokens of finished sequences."),
+    "request_generation_tokens": (TOKENS, "Generated tokens of finished sequences."),
+}
+#: Counters that the core keeps: name, field of Stats, help.
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_evictions": ("evictions", "Blocks that the prefix cache gave up."),
+    "prefix_cache_evicted_lifetime_seconds": ("evicted_lifetime_seconds", "Seconds that evicted blocks were findable."),
+    "prefix_cache_evicted_idle_seconds": ("evicted_idle_seconds", "Seconds since evicted blocks were last used."),
+    "num_preemptions": ("preemptions", "Sequences put back to wait for lack of blocks."),
+    "engine_steps": ("steps", "Steps of the engine."),
+    "engine_step_seconds": ("step_seconds", "Seconds spent in steps."),
+    "engine_schedule_seconds": ("schedule_seconds", "Seconds spent composing steps."),
+    "engine_step_tokens": ("step_tokens_sum", "Tokens of all steps; over steps and max_num_batched_tokens: how full."),
+    "engine_step_sequences": ("step_sequences", "Sequences of all steps; over steps and max_num_seqs: how full."),
+}
 REASONS = ("stop", "length", "abort", "error")
 #: What a response's status says about a request that was not taken.
 REJECTIONS = {
@@ -63,72 +91,59 @@ REJECTIONS = {
     401: "unauthorized",
     404: "not_found",
     413: "body_too_large",
-    429: "queue_full",
     503: "not_ready",
 }
-
-
-class Histogram:
-    """Counts of values up to each bound, and their sum."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Records a value, `times` over."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts, as Prometheus wants them."""
-        total = 0
-        found = []
-        for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((str(bound), float(total)))
-        return found
 
 
 class Metrics(Observer, Collector):
     """Observes a front end, and is scraped. `info` labels describe the plan."""
 
-    def __init__(self, model_name: str, info: dict[str, str]) -> None:
+    def __init__(self, model_name: str, info: dict[str, str], slo: Slo | None = None) -> None:
         self.front: FrontEnd | None = None
         self._model = model_name
         self._info = info
+        self._slo = slo
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
-        self._histograms = {
-            "time_to_first_token_seconds": (
-                Histogram(TTFT),
-                "Seconds from a sequence's submission to its first token.",
-            ),
-            "inter_token_latency_seconds": (Histogram(ITL), "Seconds between tokens of a sequence."),
-            "e2e_request_latency_seconds": (Histogram(E2E), "Seconds from a sequence's submission to its end."),
-            "request_prompt_tokens": (Histogram(TOKENS), "Prompt tokens of finished sequences."),
-            "request_generation_tokens": (Histogram(TOKENS), "Generated tokens of finished sequences."),
-        }
-        self._first, self._between, self._e2e, self._prompt, self._generated = (
-            histogram for histogram, _ in self._histograms.values()
-        )
+        self._missed: Counter[str] = Counter()
+        self._good = 0
+        self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+        self._between = self._histograms["inter_token_latency_seconds"]
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def on_tokens(self, seconds: float, count: int, first: bool) -> None:
         """See Observer. Tokens that came together share the time since the last ones."""
-        if first:
-            self._first.observe(seconds)
-        else:
+        if not first:
             self._between.observe(seconds / count, count)
 
-    def on_finish(self, sequence: Sequence, seconds: float) -> None:
+    def on_finish(self, sequence: Sequence, times: Times) -> None:
         """See Observer."""
-        self._finished[sequence.finish_reason or "error"] += 1
-        self._e2e.observe(seconds)
-        self._prompt.observe(sequence.prompt_tokens)
-        self._generated.observe(sequence.completion_tokens)
+        reason = sequence.finish_reason or "error"
+        self._finished[reason] += 1
+        later = sequence.completion_tokens - 1
+        tpot = None if times.first is None or later < 1 else (times.last - times.first) / later
+        found: dict[str, float | None] = {
+            "e2e_request_latency_seconds": times.end,
+            "request_prompt_tokens": sequence.prompt_tokens,
+            "request_generation_tokens": sequence.completion_tokens,
+            "request_time_per_output_token_seconds": tpot,
+        }
+        if times.first is not None:
+            found |= {
+                "time_to_first_token_seconds": times.first,
+                "request_queue_time_seconds": times.queued,
+                "request_inference_time_seconds": times.end - times.queued,
+                "request_prefill_time_seconds": times.first - times.queued,
+                "request_decode_time_seconds": times.last - times.first,
+            }
+        for name, value in found.items():
+            if value is not None:
+                self._histograms[name].observe(value)
+        if self._slo is not None and reason != "abort":
+            missed = self._slo.missed({"ttft": times.first, "tpot": tpot, "e2el": times.end})
+            self._missed.update(["error"] if reason == "error" else missed)
+            self._good += reason != "error" and not missed
 
     def on_response(self, path: str, status: int) -> None:
         """A request for `path` has been answered with `status`; those for completions are counted."""
@@ -150,49 +165,70 @@ class Metrics(Observer, Collector):
         yield plan
         yield from self._gauges()
         yield from self._counters()
-        for name, (histogram, text) in self._histograms.items():
-            family = HistogramMetricFamily(f"llmc:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], histogram.buckets(), histogram.sum)
-            yield family
+        for name, histogram in self._histograms.items():
+            yield self._histogram(name, HISTOGRAMS[name][1], histogram.buckets(), histogram.sum)
+        stats = self.front.stats if self.front else None
+        if stats is not None and stats.step_tokens:
+            text = "Tokens of the engine's steps."
+            yield self._histogram(
+                "iteration_tokens_total", text, cumulative(STEP_TOKENS, stats.step_tokens), stats.step_tokens_sum
+            )
+
+    def _histogram(self, name: str, text: str, buckets: list[tuple[str, float]], total: float) -> Metric:
+        family = HistogramMetricFamily(f"llmc:{name}", text, labels=["model_name"])
+        family.add_metric([self._model], buckets, total)
+        return family
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self.front.stats if self.front else None
         used = stats.blocks_used / stats.blocks_total if stats and stats.blocks_total else 0.0
         ready = self.front is not None and self.front.not_ready() is None
+        core = self.front.core if self.front else None
         for name, text, value in (
             ("num_requests_running", "Sequences in execution.", stats.running if stats else 0),
             ("num_requests_waiting", "Sequences that wait to be admitted.", stats.waiting if stats else 0),
             ("kv_cache_usage_perc", "Share of the KV blocks in use; 1 means all.", used),
+            ("kv_blocks_cached", "KV blocks that the prefix cache can find.", stats.blocks_cached if stats else 0),
+            ("max_num_seqs", "Sequences that a step takes at most.", core.max_num_seqs if core else 0),
+            ("max_num_batched_tokens", "Tokens that a step takes at most.", core.max_num_batched_tokens if core else 0),
             ("engine_ready", "1 while generation works.", int(ready)),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
+        yield self._labelled(
+            GaugeMetricFamily,
+            "num_requests_waiting_by_priority",
+            "Sequences that wait, by priority class.",
+            "priority",
+            stats.waiting_by_class if stats else {},
+        )
 
     def _counters(self) -> Iterator[Metric]:
         stats = self.front.stats if self.front else None
-        for name, text, field in (
-            ("prompt_tokens", "Prompt tokens processed.", "prompt_tokens"),
-            ("generation_tokens", "Tokens generated.", "generation_tokens"),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
-            ("num_preemptions", "Sequences put back to wait for lack of blocks.", "preemptions"),
-            ("engine_steps", "Steps of the engine.", "steps"),
-            ("engine_step_seconds", "Seconds spent in steps.", "step_seconds"),
-        ):
+        for name, (field, text) in COUNTERS.items():
             yield self._one(CounterMetricFamily, name, text, getattr(stats, field) if stats else 0)
-        success = CounterMetricFamily(
-            "llmc:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason in REASONS:
-            success.add_metric([self._model, reason], self._finished[reason])
-        yield success
-        rejected = CounterMetricFamily(
-            "llmc:admission_rejections", "Requests that were not taken, by reason.", labels=["model_name", "reason"]
-        )
-        for reason in REJECTIONS.values():
-            rejected.add_metric([self._model, reason], self._rejected[reason])
-        yield rejected
+        ended = {reason: self._finished[reason] for reason in REASONS}
+        text = "Sequences that ended, by reason."
+        yield self._labelled(CounterMetricFamily, "request_success", text, "finished_reason", ended)
+        turned_away = {reason: self._rejected[reason] for reason in REJECTIONS.values()}
+        turned_away |= stats.rejections if stats else {}
+        text = "Requests that were not taken, by reason."
+        yield self._labelled(CounterMetricFamily, "admission_rejections", text, "reason", turned_away)
+        if self._slo is not None:
+            text = "Sequences that met every level of --slo."
+            yield self._one(CounterMetricFamily, "goodput_requests", text, self._good)
+            missed = {name: self._missed[name] for name in (*self._slo.limits, "error")}
+            text = "Sequences that missed a level of --slo, by level; those that failed as error."
+            yield self._labelled(CounterMetricFamily, "slo_violations", text, "slo", missed)
 
     def _one(self, family: Callable[..., Metric], name: str, text: str, value: float) -> Metric:
         metric = family(f"llmc:{name}", text, labels=["model_name"])
         metric.add_metric([self._model], value)  # type: ignore[attr-defined]
+        return metric
+
+    def _labelled(
+        self, family: Callable[..., Metric], name: str, text: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        metric = family(f"llmc:{name}", text, labels=["model_name", label])
+        for key, value in values.items():
+            metric.add_metric([self._model, key], value)  # type: ignore[attr-defined]
         return metric

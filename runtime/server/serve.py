@@ -33,6 +33,7 @@ from llmc.runtime.server.context import ServerContext
 from llmc.runtime.server.last_resort import EndWithoutMemory, guard_loop, watch_loop
 from llmc.runtime.server.logs import configure
 from llmc.runtime.server.metrics import Metrics
+from llmc.runtime.server.slo import Slo
 from llmc.runtime.server.tls import check_tls
 from llmc.runtime.service import Service
 
@@ -59,6 +60,7 @@ class ServeConfig:
     certificate: Path | None = None
     certificate_key: Path | None = None
     log_format: str = "text"
+    slo: Slo | None = None
 
 
 class _Server(uvicorn.Server):
@@ -134,7 +136,7 @@ class _Run:
             "tp": str(manifest.build.tp),
             "prefix_cache": "on" if config.options.reuses_prefixes(manifest) else "off",
         }
-        self._context = ServerContext(plan, names, Metrics(names[0], info))
+        self._context = ServerContext(plan, names, Metrics(names[0], info, config.slo))
         self._signalled: signal.Signals | None = None
         self._stop = asyncio.Event()
         app = EndWithoutMemory(create_app(self._context, config.app))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmc.runtime.front import FrontEnd, Group, Observer
+from llmc.runtime.front import FrontEnd, Group, Observer, Times
 from llmc.runtime.messages import Abort, Fatal, Output, Ready, SamplingParams, Stats, Submit
 from llmc.runtime.sequence import Sequence
 from llmc.runtime.text import Tokenizer
@@ -25,7 +25,7 @@ class Counting(Observer):
         self.first += first
         self.later += 0 if first else count
 
-    def on_finish(self, sequence: Sequence, seconds: float) -> None:
+    def on_finish(self, sequence: Sequence, times: Times) -> None:
         self.finished.append(sequence.finish_reason)
 
 
