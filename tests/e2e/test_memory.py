@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.perf.memory import STEPS, Shape, make_checkpoint, measure
+from tests.perf.memory import STEPS, Shape, measure
+from tests.perf.synthetic import make_checkpoint
 
 #: Of hidden size 1024 and 20 layers: 0.3 GB in bf16, 0.6 GB at float32.
 SHAPE = Shape(0.3e9, hidden=1024, ffn=2048, vocab=4096, heads=8)
@@ -17,7 +18,7 @@ BOUND = 0.55e9
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
-    make_checkpoint(folder / "model", SHAPE)
+    make_checkpoint(folder / "model", SHAPE.config())
     return folder
 
 

@@ -11,25 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmc.builder.reference import RESIDENT
+from tests.perf.synthetic import make_checkpoint
 
 #: What a build may take over interpreter and libraries, whatever the checkpoint's size.
 BOUND = 1.5e9
 STEPS = ("bf16", "calibrate", "fp8")
-_SHARD = 1 << 30
-_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -55,68 +50,6 @@ class Shape:
             "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
             "pad_token_id": 2,
         }  # fmt: skip
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, in the order in which they are written."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                yield f"{prefix}.self_attn.{name}.weight", (self.hidden, self.hidden)
-            for name, shape in {"gate_proj": (self.ffn, self.hidden), "up_proj": (self.ffn, self.hidden)}.items():
-                yield f"{prefix}.mlp.{name}.weight", shape
-            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.ffn)
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
-
-def make_checkpoint(folder: Path, shape: Shape) -> Path:
-    """Writes the checkpoint, a block at a time."""
-    from transformers import AutoConfig
-
-    from tests.models import tiny_tokenizer
-
-    folder.mkdir(parents=True, exist_ok=True)
-    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], **shape.config()).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    for name, dims in shape.tensors():
-        if sum(2 * math.prod(d) for _, d in shards[-1]) > _SHARD:
-            shards.append([])
-        shards[-1].append((name, dims))
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    rng = np.random.default_rng(0)
-    for file, shard in zip(files, shards, strict=True):
-        _write_shard(folder / file, shard, rng)
-    return folder
-
-
-def _write_shard(path: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], rng: np.random.Generator) -> None:
-    header, at = {}, 0
-    for name, dims in tensors:
-        nbytes = 2 * math.prod(dims)
-        header[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    raw = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for _, dims in tensors:
-            for start in range(0, math.prod(dims), _BLOCK):
-                count = min(_BLOCK, math.prod(dims) - start)
-                file.write(_random_bf16(count, dims, rng).data)
-
-
-def _random_bf16(count: int, dims: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Bits of bf16 numbers of a fan-in's size; ones for a vector, which is a norm's."""
-    if len(dims) == 1:
-        return np.full(count, 0x3F80, np.uint16)
-    exponent = 127 + round(-0.5 * math.log2(dims[1]))
-    bits = rng.integers(0, 1 << 16, count, np.uint16)
-    return (bits & 0x807F) | np.uint16(exponent << 7)
 
 
 def run(step: str, model: Path, folder: Path, resident: int, samples: int) -> dict[str, float]:
@@ -173,7 +106,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         folder, shape = Path(made), Shape(options.gigabytes * 1e9)
-        model = make_checkpoint(folder / "model", shape)
+        model = make_checkpoint(folder / "model", shape.config())
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         print(f"checkpoint: {size / 1e9:.2f} GB in bf16, {shape.layers} layers")
         for step in options.only.split(","):
