@@ -4,15 +4,15 @@
 //   pool.run([](void* what, int tid) { ...; }, what);   // the caller is thread 0; returns when all have returned
 //   pool.barrier(tid);                    // inside: all threads meet
 //
-// Between steps a worker spins for a moment, then sleeps until the next run: an idle server burns no CPU. Inside a step
-// waits spin, but briefly (the thread waited for may need this very core: long spins made small launches four times as
-// slow on a busy machine), then yield, then sleep, since one rank may wait long for another. Workers are
-// not pinned: a pinned worker waits for its CPU when another process has it, and all the others wait for the worker.
+// Who waits spins for a moment, then sleeps (patience.h): an idle server burns no CPU, and a busy machine's other
+// processes get theirs. Workers are not pinned: a pinned worker waits for its CPU when another process has it, and all
+// the others wait for the worker.
 #pragma once
+#include "plugins/cpu/patience.h"
+
 #include <atomic>
 #include <cstdint>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
@@ -31,15 +31,8 @@ class Signal {
   }
 
   // Until value() is no longer `old`.
-  void wait(uint32_t old, int spins, int yields) {
-    for (int i = 0; i < spins; ++i) {
-      if (value() != old) return;
-      __builtin_ia32_pause();
-    }
-    for (int i = 0; i < yields; ++i) {
-      if (value() != old) return;
-      sched_yield();
-    }
+  void wait(uint32_t old) {
+    if (patience_.spin([&] { return value() != old; })) return;
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (word_.load(std::memory_order_seq_cst) == old) call(FUTEX_WAIT_PRIVATE, old);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -48,6 +41,7 @@ class Signal {
  private:
   alignas(64) std::atomic<uint32_t> word_{0};
   std::atomic<uint32_t> sleepers_{0};
+  alignas(64) Patience patience_;  // apart from the word that is waited for
 
   void call(int op, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), op, value, nullptr, nullptr, 0);
@@ -88,14 +82,11 @@ class Pool {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.advance();
     } else {
-      phase_.wait(phase, kBarrierSpins, kBarrierYields);
+      phase_.wait(phase);
     }
   }
 
  private:
-  static constexpr int kBarrierSpins = 200, kBarrierYields = 2000;
-  static constexpr int kIdleSpins = 200, kIdleYields = 200;
-
   const int threads_;
   Work work_ = nullptr;
   void* what_ = nullptr;
@@ -107,7 +98,7 @@ class Pool {
   void serve(int tid) {
     uint32_t seen = 0;
     for (;;) {
-      start_.wait(seen, kIdleSpins, kIdleYields);
+      start_.wait(seen);
       ++seen;  // run() returns only when every worker has met it, so none can be missed
       if (stopping_.load(std::memory_order_acquire)) return;
       work_(what_, tid);

@@ -11,11 +11,12 @@
 //
 // A wait ends when all ranks have arrived, when anyone called comm_abort, or when nobody moved for the deadline.
 #pragma once
+#include "plugins/cpu/patience.h"
+
 #include <atomic>
 #include <cstdint>
 #include <ctime>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -86,6 +87,7 @@ class RankComm {
   int64_t slot_bytes_ = 0;
   uint32_t epoch_ = 0;
   bool failed_ = false;
+  Patience patience_;
 
   CommHeader* header() const { return reinterpret_cast<CommHeader*>(memory_); }
   bool arrived(int r) const {
@@ -99,19 +101,7 @@ class RankComm {
     return int64_t(t.tv_sec) * 1000 + t.tv_nsec / 1000000;
   }
 
-  // Spins while the others are likely to be running, then yields (ranks may outnumber cores), then sleeps.
-  bool wait_for(int r) {
-    for (int i = 0; i < 2000; ++i) {
-      if (arrived(r)) return true;
-      __builtin_ia32_pause();
-    }
-    for (int i = 0; i < 200; ++i) {
-      if (arrived(r)) return true;
-      if (aborted()) return false;
-      sched_yield();
-    }
-    return sleep_for(r);
-  }
+  bool wait_for(int r) { return patience_.spin([&] { return arrived(r); }) || sleep_for(r); }
 
   bool sleep_for(int r) {
     const uint32_t limit = header()->deadline_ms.load(std::memory_order_relaxed);
