@@ -23,7 +23,7 @@ COMMANDS = {
     "verify": "Check a plan: hashes, checkpoint, lock, golden answers.",
     "run": "Answer one prompt or chat on the terminal.",
     "serve": "Serve a plan over HTTP, as OpenAI's API.",
-    "bench": "Measure a plan's speed.",
+    "bench": "Measure the speed of a plan, or of a running server.",
     "tune": "Measure which tactics suit this machine.",
     "models": "Show which model types compile, and why others do not.",
 }

@@ -1,4 +1,7 @@
-"""`llmc bench`: how fast a plan is, as a share of this machine's limits, and beside peers in the same run."""
+"""`llmc bench PLAN`: how fast a plan is, as a share of this machine's limits, and beside peers in the same run.
+
+`llmc bench serve` measures a running server instead; see llmc.cli.bench_serve.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from llmc.cli.bench_serve import command as bench_serve
 
 if TYPE_CHECKING:
     from llmc.bench.run import OperatorTable, Report
@@ -32,7 +37,24 @@ class _Numbers(click.ParamType):
         return numbers
 
 
-@click.command(name="bench")
+class _PlanByDefault(click.Group):
+    """A group whose first argument may be left out: then it is `plan`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(name="bench", cls=_PlanByDefault)
+def command() -> None:
+    """Measure speed: `llmc bench PLAN [OPTIONS]` of a plan, `llmc bench serve` of a running server."""
+
+
+command.add_command(bench_serve)
+
+
+@command.command(name="plan")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--against",
@@ -53,7 +75,7 @@ class _Numbers(click.ParamType):
 @click.option("--operators/--no-operators", default=True, show_default=True, help="Time every launch, by operator.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the roofline picture into this file, FILE.svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
+def bench_plan(
     plan: Path,
     peers: tuple[str, ...],
     model: Path | None,
