@@ -26,7 +26,7 @@ from llmc.artifacts.errors import CheckpointError, UsageError
 #: Raised by one whenever a reader of the older number could misread the newer table.
 TABLE_VERSION = 4
 _READABLE = (1, 2, 3, 4)
-WEIGHTS = ("fp8", "int4")
+WEIGHTS = ("fp8", "int8", "int4")
 ACTIVATIONS = ("token", "static", "none")
 #: What an output head can be beside rounded linear layers.
 LM_HEAD_DTYPES = ("bf16", "fp8")
@@ -35,16 +35,27 @@ _NUMBERS = ("loss", "input_scale", "error")
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """What an INT8 module's input is multiplied by before it is rounded, a factor a column: the tensor of `module` in
+    the file of rounded weights. Modules that read one input have one such tensor. `exponent`: SmoothQuant's (alpha).
+    """
+
+    module: str
+    exponent: float
+
+
+@dataclass(frozen=True)
 class Choice:
     """`kept` in bf16, or rounded; `loss`: what rounding costs in this module alone, measured, in nats a token;
     `input_scale`: what its input is divided by where activations are static; `error`: root mean square of what rounding
-    changed / of the weight, 0 where it is kept.
+    changed / of the weight, 0 where it is kept; `smoothing`: None where the input is rounded as it is.
     """
 
     kept: bool
     loss: float
     input_scale: float
     error: float
+    smoothing: Smoothing | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class Ranges:
         if self.choice is not None:
             numbers = {key: np.float32(getattr(self.choice, key)) for key in _NUMBERS}
             head = f'"kept":{json.dumps(self.choice.kept)},' + "".join(f'"{k}":{v!s},' for k, v in numbers.items())
+            if self.choice.smoothing is not None:
+                head += f'"smoothing":{json.dumps(asdict(self.choice.smoothing))},'
         return f'{{{head}"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
 
 
@@ -91,9 +104,9 @@ class CalibrationTable:
     """Ranges and choices by the Hugging Face path of a linear module, such as `model.layers.0.self_attn.q_proj`.
 
     The weights were rounded for inputs scaled as `activations` (token|static) says, and modules kept up to `budget`
-    times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `weights` fp8|int4: what they were
-    rounded to. `head`: the path of the output head, where it was rounded too: to fp8 in any case. `folder` is where
-    the table was read from.
+    times the bytes of pure FP8; `rounded` is None where the table has ranges alone. `weights` fp8|int8|int4: what they
+    were rounded to. `head`: the path of the output head, where it was rounded too: to fp8 in any case. `folder` is
+    where the table was read from.
     """
 
     checkpoint: str
@@ -110,7 +123,9 @@ class CalibrationTable:
 
     @property
     def version(self) -> int:
-        """1: ranges alone, 2: with choices and rounded weights, 3: INT4 weights, 4: a rounded output head."""
+        """1: ranges alone, 2: with choices and rounded weights, 3: weights of a format that it names, 4: a rounded
+        output head.
+        """
         if self.head is not None:
             return 4
         return 1 if self.rounded is None else 2 if self.weights == "fp8" else 3
@@ -213,7 +228,7 @@ class _Reader:
         """What the weights were rounded to."""
         weights = str(self.field(value, "weights", str)) if version > 2 else "fp8"
         if weights not in WEIGHTS:
-            raise UsageError(f"{self.where}: weights is {weights!r}, expected {' or '.join(WEIGHTS)}")
+            raise UsageError(f"{self.where}: weights is {weights!r}, expected {', '.join(WEIGHTS)}")
         return weights
 
     def rounding(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +254,15 @@ class _Reader:
         kept = value.get("kept")
         if not isinstance(kept, bool):
             raise UsageError(f"{self.where}: {path}.kept is {kept!r}, expected true or false")
-        return Choice(kept, **{key: self.amax(f"{path}.{key}", value.get(key)) for key in _NUMBERS})
+        numbers = {key: self.amax(f"{path}.{key}", value.get(key)) for key in _NUMBERS}
+        return Choice(kept, **numbers, smoothing=self.smoothing(path, value.get("smoothing")))
+
+    def smoothing(self, path: str, value: Any) -> Smoothing | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not isinstance(value.get("module"), str):
+            raise UsageError(f"{self.where}: {path}.smoothing is {value!r}, expected a module and an exponent")
+        return Smoothing(value["module"], self.amax(f"{path}.smoothing.exponent", value.get("exponent")))
 
     def ranges(self, path: str, value: Any) -> Ranges:
         if not isinstance(value, dict):

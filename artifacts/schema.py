@@ -164,7 +164,7 @@ class BuildInfo:
     compiler: str  # "llmc 0.1.0"
     toolchain: str  # first line of g++ --version
     flags: tuple[str, ...]
-    precision: str  # "fp32" | "bf16" | "fp8" | "int4"
+    precision: str  # "fp32" | "bf16" | "fp8" | "int8" | "int4"
     kv_dtype: str
     tp: int
     config: dict[str, object] = field(default_factory=dict)  # the resolved build options

@@ -6,6 +6,7 @@ printed.
 
 from __future__ import annotations
 
+from llmc.artifacts.calibration import WEIGHTS
 from llmc.artifacts.schema import BuildInfo
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.memory import MemoryPlan
@@ -29,7 +30,8 @@ def _length(checkpoint: Checkpoint, memory: MemoryPlan) -> str:
 def _quantized(checkpoint: Checkpoint, build: BuildInfo) -> list[str]:
     """Whose scales the engine has, and what of the checkpoint's own quantization it has not."""
     own = checkpoint.quantization
-    names = {"fp8_scales": "FP8 scales", "int4_scales": "INT4 scales", "kv_scales": "scales of keys and values"}
+    names = {f"{weights}_scales": f"{weights.upper()} scales" for weights in WEIGHTS}
+    names["kv_scales"] = "scales of keys and values"
     named = {what: build.config.get(key) for key, what in names.items()}
     return [
         *(f"{what} are {whose}" for what, whose in named.items() if whose),

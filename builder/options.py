@@ -17,8 +17,8 @@ KV_CACHE_DTYPES = {
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is built: `precision` fp32|bf16|fp8|int4, `lm_head_dtype` bf16|fp8 of the output head in an FP8 or INT4
-    engine; `kv_dtype` f32|bf16|f8e4m3 (None: f32 for fp32, else bf16);
+    """What is built: `precision` fp32|bf16|fp8|int8|int4, `lm_head_dtype` bf16|fp8 of the output head in an engine
+    of rounded weights; `kv_dtype` f32|bf16|f8e4m3 (None: f32 for fp32, else bf16);
     `profile` and `target` by name, `tactics` a file of them (llmc.profiles.tactics) or None. How: `verify_passes` by
     the interpreter, `cxx` the compiler, `workers` translation units at once, `cache` of traces and object files. The
     plan's bytes depend on the first group and on the compiler's version.

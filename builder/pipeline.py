@@ -30,6 +30,7 @@ from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
 from llmc.builder.passes.fold_activations import fold_activations
+from llmc.builder.passes.fold_factors import fold_factors
 from llmc.builder.passes.fold_positions import fold_positions
 from llmc.builder.passes.fold_weights import fold_weights
 from llmc.builder.passes.fuse_activation import fuse_activation
@@ -51,7 +52,7 @@ from llmc.builder.passes.split_packed import split_packed
 from llmc.builder.passes.views import Launches, count_launches
 from llmc.plugins.cpu.blocks import KV_TYPES
 
-PRECISIONS = ("fp32", "bf16", "fp8", "int4")
+PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4")
 
 #: A graph in; out comes a graph (or one for each rank) and what was done.
 Pass = Callable[[Graph], tuple[Graph | tuple[Graph, ...], PassReport]]
@@ -83,6 +84,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         simplify_views,
         fuse_qk_norm,
         simplify_views,
+        fold_factors,
     ]
 
 
@@ -112,7 +114,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`precision` fp32|bf16|fp8|int4; `kv_dtype` f32|bf16|f8e4m3 of the cache (None: exact in an fp32 engine, bf16
+    """`precision` fp32|bf16|fp8|int8|int4; `kv_dtype` f32|bf16|f8e4m3 of the cache (None: exact in an fp32 engine, bf16
     otherwise), `kv_scales` what each layer's keys and values are divided by where it is f8e4m3; `table` is the
     calibration and `fp8_activations` token|static|none says what becomes of inputs, `lm_head_dtype` bf16|fp8 of the
     output head; `own` is what the checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs

@@ -27,8 +27,11 @@ EXACT = 1e-4
 FP8 = 3e-2
 #: Sharding FP8 with per-token scales: a rank takes the scale from its own columns, so every activation rounds anew.
 FP8_SHARDED = 0.15
+#: INT8: the same; neighbouring numbers are 1/127 of a row's largest magnitude apart.
+INT8 = 1e-2
+INT8_SHARDED = 5e-2
 #: What storing weights in another dtype may cost, on random tiny models too.
-QUANTIZED = {"f32": EXACT, "bf16": 3e-2, "f8e4m3": 0.5, "u4": 0.5, "f16": EXACT}
+QUANTIZED = {"f32": EXACT, "bf16": 3e-2, "f8e4m3": 0.5, "i8": 0.1, "u4": 0.5, "f16": EXACT}
 
 #: Tokens of each sequence in each step.
 _STEPS = ((9, 1, 3, 0), (1, 1, 6, 6))
@@ -89,10 +92,11 @@ def _bound(before: Sequence[Graph], after: Sequence[Graph]) -> float:
     old, new = _weight_dtypes(before), _weight_dtypes(after)
     if new != old:
         return max(QUANTIZED[dtype] for dtype in new)
-    if "f8e4m3" not in new:
+    if not new & {"f8e4m3", "i8"}:
         return EXACT
     per_token = any(node.op == "linear" and node.attrs.x_per_token for node in after[0])
-    return FP8_SHARDED if per_token and len(before) != len(after) else FP8
+    alone, sharded = (INT8, INT8_SHARDED) if "i8" in new else (FP8, FP8_SHARDED)
+    return sharded if per_token and len(before) != len(after) else alone
 
 
 def run_steps(graphs: Sequence[Graph], params: Callable[[str], np.ndarray], seed: int = 0) -> list[np.ndarray]:

@@ -1,12 +1,12 @@
-"""The calibration: how each linear layer of a checkpoint becomes FP8 or INT4, as a table and a file of rounded weights.
+"""The calibration: how each linear layer of a checkpoint is rounded, as a table and a file of rounded weights.
 
 Comes in: a checkpoint, options. Goes out: `CalibrationTable`, written beside its rounded weights, or taken from the
 cache. Must not know: the graph, plans, how text is cut.
 
     samples -> sensitivity (one backward pass) -> what stays in bf16 -> rounding, layer by layer -> table
 
-The model runs at float32 on the CPU, its large weights read as they are needed. Ranges are nvidia-modelopt's (its
-MaxCalibrator).
+The model runs at float32 on the CPU, its large weights read as they are needed. Ranges and SmoothQuant's factors are
+nvidia-modelopt's.
 
 The output head is FP8 in any format's table: of SmolLM2-135M it is a fifth of the weights, and in bf16 a third of the
 bytes of an FP8 decode step, over half of an INT4 one. Compensated rounding is what makes it possible: beside FP8 layers
@@ -16,18 +16,15 @@ rounded.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,8 +36,9 @@ from llmc.artifacts.calibration import (
     Choice,
     Ranges,
     RoundedFile,
+    Smoothing,
 )
-from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
+from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.files import temporary_beside, write_file
 from llmc.artifacts.hashing import sha256_file
 from llmc.builder.checkpoint import Checkpoint
@@ -53,7 +51,11 @@ if TYPE_CHECKING:
     from llmc.calibration.formats import Rounded
     from llmc.calibration.sequential import Outcome
 
-_FORMAT = {"fp8": "FP8 E4M3, weights by output channel", "int4": "INT4, weights in groups of 128 columns"}
+_FORMAT = {
+    "fp8": "FP8 E4M3, weights by output channel",
+    "int8": "INT8, weights by output channel, inputs smoothed (SmoothQuant, exponents by search)",
+    "int4": "INT4, weights in groups of 128 columns",
+}
 _RECIPE = (
     "error-compensated rounding (GPTQ, columns by energy, scales by search), each layer on the inputs that the rounded "
     "ones before it give; output head "
@@ -71,7 +73,8 @@ class CalibrationOptions:
     """`data`: a .txt, a .jsonl or a folder of them, None: documentation of Python's standard library. `samples` (None:
     as many as memory allows, at most 16) of `tokens` tokens each (None: 256, or what the model takes). `activations`
     token|static|none; `budget`: the linear layers take at most so many times the bytes of pure FP8.
-    `weights` fp8|int4: then the budget is that times the bytes of pure INT4, and activations are `none`.
+    `weights` fp8|int8|int4: the budget is that times the bytes of all linear layers rounded so. INT8 takes activations
+    by `token`, INT4 `none`.
     `lm_head_dtype` fp8|bf16: fp8 rounds the output head too, weights alone; bf16 leaves it out.
     """
 
@@ -85,9 +88,11 @@ class CalibrationOptions:
     lm_head_dtype: str = "fp8"
 
     @staticmethod
-    def int4(data: Path | None = None) -> CalibrationOptions:
-        """What an INT4 build asks for."""
-        return CalibrationOptions(data, activations="none", budget=_INT4_BUDGET, weights="int4")
+    def of(weights: str, data: Path | None = None) -> CalibrationOptions:
+        """What a build to such weights asks for."""
+        if weights == "int4":
+            return CalibrationOptions(data, activations="none", budget=_INT4_BUDGET, weights=weights)
+        return CalibrationOptions(data, weights=weights)
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[int, int]:
         """Samples and their tokens. Raises UsageError for what cannot be."""
@@ -162,35 +167,41 @@ def _sample_count(checkpoint: Checkpoint, tokens: int) -> int:
 def _calibrate(
     checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
 ) -> CalibrationTable:
+    from llmc.calibration import sequential
     from llmc.calibration.formats import FORMATS
+    from llmc.calibration.modelopt import Modelopt
     from llmc.calibration.modules import head_path, linear_modules, shape_of
     from llmc.calibration.sensitivity import measure, quantizer
-    from llmc.calibration.sequential import round_model
+    from llmc.calibration.smooth import Smoother
 
-    amax, modelopt = _modelopt()
+    modelopt = Modelopt()  # before the minutes of work that would be lost without it
     model = load_reference(checkpoint)
-    forms = dict.fromkeys(linear_modules(model), FORMATS[options.weights])
+    form = FORMATS[options.weights]
+    forms = dict.fromkeys(linear_modules(model), form)
     if not forms:
         raise UnsupportedError(f"{checkpoint.path}: this model has no linear module to calibrate")
     head = head_path(model) if options.lm_head_dtype == "fp8" else None
     if head is not None:
         forms[head] = FORMATS[options.lm_head_dtype]
-    probes, as_read = samples.ids[::_SENSITIVITY], quantizer(options.activations)
+    probes, as_read = samples.ids[::_SENSITIVITY], quantizer(options.activations, form)
+    smoother = Smoother(modelopt, form, as_read) if options.weights == "int8" else None
     measured = partial(progress, "measuring sensitivity")
-    sensitivity = measure(model, probes, forms, as_read, options.seed, measured)
+    sensitivity = measure(model, probes, forms, as_read, options.seed, measured, smoother)
     kept = sensitivity.kept(options.budget)
+    smoothing = None if smoother is None else sequential.Smoothing(smoother, sensitivity.rounded_readers(kept))
     side = output.with_suffix(".safetensors")
     partial_side = temporary_beside(side)
     shapes = {path: shape_of(model.get_submodule(path)) for path in forms if path not in kept}
-    with RoundedWriter(partial_side, shapes, options.weights, head) as writer:
+    first = set() if smoothing is None else {readers[0] for readers in smoothing.readers.values()}
+    with RoundedWriter(partial_side, shapes, options.weights, head, first) as writer:
         sink = _Sink(writer, sensitivity.loss, kept, progress)
-        round_model(model, samples.ids, kept, forms, options.activations, amax, sink)
+        sequential.round_model(model, samples.ids, kept, forms, options.activations, modelopt.amax, sink, smoothing)
         if missing := sorted(forms.keys() - sink.ranges.keys()):
             raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
     os.replace(partial_side, side)
     table = CalibrationTable(
         checkpoint=checkpoint.digest,
-        modelopt=modelopt,
+        modelopt=modelopt.version,
         recipe=f"{_FORMAT[options.weights]}: {_RECIPE}{'unquantized' if head is None else 'FP8, of weights alone'}",
         data=CalibrationData(samples.source, samples.sha256, len(samples.ids), samples.tokens, options.seed),
         tensors=sink.ranges,
@@ -219,24 +230,11 @@ class _Sink:
 
     def done(self, path: str, outcome: Outcome) -> None:
         loss, error = (float(np.float32(value)) for value in (self.loss[path], outcome.error))
-        choice = Choice(path in self.kept, loss, outcome.input_scale, error)
+        smoothing = None
+        if outcome.smoothed is not None:
+            smoothing = Smoothing(outcome.smoothed.module, float(np.float32(outcome.smoothed.exponent)))
+            if outcome.smoothed.module == path:
+                self.writer.add_factors(path, outcome.smoothed.factors.numpy())
+        choice = Choice(path in self.kept, loss, outcome.input_scale, error, smoothing)
         self.ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
         self.progress("rounding", len(self.ranges), len(self.loss))
-
-
-def _modelopt() -> tuple[Callable[[Any, int | None], Any], str]:
-    """modelopt's largest magnitude and its version; importing it takes seconds and warns of things that are not so."""
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            import modelopt
-            from modelopt.torch.quantization.calib import MaxCalibrator
-    except ImportError as error:
-        raise EnvironmentFault(f"calibration needs nvidia-modelopt ({error}): pip install 'llmc[build]'") from error
-
-    def amax(values: Any, axis: int | None) -> Any:
-        calibrator = MaxCalibrator(num_bits=(4, 3), axis=axis)
-        calibrator.collect(values)
-        return calibrator.compute_amax()
-
-    return amax, str(modelopt.__version__)

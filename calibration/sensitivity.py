@@ -23,37 +23,33 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from llmc.builder.reference import pass_tokens
 from llmc.calibration.formats import Format
-from llmc.calibration.grid import per_token, search_input_scale, static
+from llmc.calibration.grid import static
 from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks, shape_of
-
-#: What error compensation leaves of the cost of rounding weights to nearest (measured: 0.45 % perplexity of 1.5 %).
-_COMPENSATED = 0.35
-
-#: x [T, K] as a module with weight [N, K] reads it when its activations are FP8.
-Quantizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from llmc.calibration.smooth import COMPENSATED, Quantizer, Smoother, input_error, weight_error
 
 
-def quantizer(activations: str) -> Quantizer:
+def quantizer(activations: str, form: Format) -> Quantizer:
     """For activations token|static|none. A static scale is found from the tokens at hand, as calibration finds it."""
 
     def with_static_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return static(x, search_input_scale(x, float(x.abs().max()), weight.square().mean(0)))
+        return static(x, form.input_scale(x, float(x.abs().max()), weight.square().mean(0)))
 
     if activations == "none":
         return lambda x, weight: x
-    return with_static_scale if activations == "static" else lambda x, weight: per_token(x)
+    return with_static_scale if activations == "static" else lambda x, weight: form.per_token(x)
 
 
 @dataclass
 class Sensitivity:
     """`loss`: nats a token by module path; `units`: modules that are kept or not together; `forms`: what the others
-    are rounded to.
+    are rounded to; `readers`: of each module that ran, those that read its input.
     """
 
     loss: dict[str, float]
     units: list[tuple[str, ...]]
     shapes: dict[str, tuple[int, int]]
     forms: Mapping[str, Format]
+    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def kept(self, budget: float) -> frozenset[str]:
         """The modules to keep in bf16 so that all of them take at most `budget` times the bytes that they take if none
@@ -73,6 +69,11 @@ class Sensitivity:
                 room -= cost
         return frozenset(kept)
 
+    def rounded_readers(self, kept: frozenset[str]) -> dict[str, tuple[str, ...]]:
+        """`readers` without those that are kept; inputs that nothing else reads are left out."""
+        rounded = {path: tuple(r for r in readers if r not in kept) for path, readers in self.readers.items()}
+        return {path: readers for path, readers in rounded.items() if readers}
+
 
 def measure(
     model: Any,
@@ -81,13 +82,14 @@ def measure(
     quantizer: Quantizer,
     seed: int,
     done: Callable[[int, int], None],
+    smoother: Smoother | None = None,
 ) -> Sensitivity:
-    """Of the modules that `forms` names. Runs the samples forward and backward, a few at a time. Memory: one layer's
-    activations, each layer's input, and the logits.
+    """Of the modules that `forms` names, with a `smoother` behind inputs smoothed as is usual. Runs the samples forward
+    and backward, a few at a time. Memory: one layer's activations, each layer's input, and the logits.
     """
     batches = _batches(samples, pass_tokens(model))
     modules = {path: model.get_submodule(path) for path in forms}
-    record = _Record(modules, forms, quantizer, head_path(model))
+    record = _Record(modules, forms, quantizer, head_path(model), smoother)
     generator = torch.Generator().manual_seed(seed)
     with replaced(modules, record.forward), _recomputed_layers(model), _differentiable(model.get_input_embeddings()):
         for count, batch in enumerate(batches, 1):
@@ -95,7 +97,18 @@ def measure(
             done(count, len(batches))
     tokens = sum(map(len, samples))
     loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
-    return Sensitivity(loss, _units(record.groups, modules), {path: shape_of(m) for path, m in modules.items()}, forms)
+    shapes = {path: shape_of(module) for path, module in modules.items()}
+    return Sensitivity(loss, _units(record.groups, modules), shapes, forms, _readers(record.groups))
+
+
+def _readers(groups: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Of each module the modules that read its input: a layer that runs again, for its gradients, may not run to its
+    end, so the largest group counts.
+    """
+    readers: dict[str, tuple[str, ...]] = {}
+    for group in sorted(groups, key=len):
+        readers |= dict.fromkeys(group, tuple(dict.fromkeys(group)))
+    return readers
 
 
 def _backward(logits: torch.Tensor, generator: torch.Generator) -> None:
@@ -138,6 +151,7 @@ class _Record:
     forms: Mapping[str, Format]
     quantizer: Quantizer
     head: str | None
+    smoother: Smoother | None = None
     squares: dict[str, float] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
     _last: torch.Tensor | None = None
@@ -154,12 +168,14 @@ class _Record:
     def note(self, path: str, x: torch.Tensor, gradient: torch.Tensor, back: torch.Tensor) -> None:
         """x [T, K], the gradients at the output [T, N] and at the input [T, K]."""
         module, form, of_weight = self.modules[path], self.forms[path], x.new_zeros(len(x))
+        smooths = self.smoother is not None and path != self.head
+        factors = self.smoother.usual(x, by_outputs(module)) if self.smoother and smooths else None
         for rows, weight in row_blocks(module):
-            rounding = form.round(weight).weight - weight
-            of_weight += ((x @ rounding.T) * gradient[:, rows]).sum(-1)
-        squares = _COMPENSATED * of_weight.square().sum()
+            of_weight += ((x @ weight_error(weight, factors, form).T) * gradient[:, rows]).sum(-1)
+        squares = COMPENSATED * of_weight.square().sum()
         if path != self.head:  # which reads its input as it is
-            squares += ((self.quantizer(x, by_outputs(module)) - x) * back).sum(-1).square().sum()
+            of_input = input_error(x, by_outputs(module), factors, self.quantizer)
+            squares += (of_input * back).sum(-1).square().sum()
         self.squares[path] = self.squares.get(path, 0.0) + float(squares)
 
 

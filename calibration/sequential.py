@@ -23,20 +23,46 @@ from torch import nn
 
 from llmc.calibration.compensate import Hessian, compensate, fit_rows
 from llmc.calibration.formats import Format, Rounded
-from llmc.calibration.grid import per_token, search_input_scale, static
+from llmc.calibration.grid import static
 from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks
+from llmc.calibration.smooth import Smoother
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Of one module: magnitudes of its input and of its weight's rows f32[N], the static scale of its input (0: it has
-    none), and the relative error of its rounded weight (root mean squares), 0 where it stays in bf16.
+    none), and the relative error of its rounded weight (root mean squares), 0 where it stays in bf16. Where the input
+    is `smoothed`, the rounded weight is that divided by the factors.
     """
 
     input_amax: float
     weight_amax: torch.Tensor
     input_scale: float
     error: float
+    smoothed: Smoothed | None = None
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """An input is multiplied by `factors` [K], of this exponent; `module` is the first that reads it so."""
+
+    module: str
+    exponent: float
+    factors: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How inputs are smoothed. `readers`: of each module those that read its input and are rounded."""
+
+    smoother: Smoother
+    readers: Mapping[str, tuple[str, ...]]
+
+    def of(self, path: str, x: torch.Tensor, modules: Mapping[str, nn.Module]) -> Smoothed | None:
+        """For the input x [T, K] that module `path` reads."""
+        readers = self.readers.get(path, ())
+        found = self.smoother.search(x, [by_outputs(modules[reader]) for reader in readers]) if readers else None
+        return None if found is None else Smoothed(readers[0], *found)
 
 
 class Sink(Protocol):
@@ -61,6 +87,7 @@ def round_model(
     activations: str,
     amax: Amax,
     sink: Sink,
+    smoothing: Smoothing | None = None,
 ) -> None:
     """Of the modules that `forms` names, each rounded to its format. `activations`: inputs are rounded with one scale a
     token, with one static scale, or none is; the output head's never is.
@@ -72,25 +99,31 @@ def round_model(
     real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
     modules = {path: model.get_submodule(path) for path in forms}
     head = head_path(model)
-    streams = _Streams(modules, real.flatten(), kept, forms, activations, amax, sink, head)
+    streams = _Streams(modules, real.flatten(), kept, forms, activations, amax, sink, head, smoothing)
     with torch.inference_mode(), replaced(modules, streams.forward):
         model(ids.repeat(2, 1), use_cache=False, logits_to_keep=0 if head in forms else 1)
 
 
 class _Input:
-    """What the modules that read one input share: of `exact` and `given` [T, K] its range and static scale, and `seen`,
-    what the engine multiplies of the given.
+    """What the modules that read one input share: of `exact` and `given` [T, K] its range and static scale, how it is
+    smoothed, and `seen`, what the engine multiplies of the given.
     """
 
-    def __init__(self, exact: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, streams: _Streams) -> None:
-        self._real = streams.real
+    def __init__(self, path: str, exact: torch.Tensor, given: torch.Tensor, streams: _Streams) -> None:
+        self._real, form = streams.real, streams.forms[path]
+        weight = by_outputs(streams.modules[path])
         self._hessian: Hessian | None = None
         rows = exact[streams.real]
         self.amax = float(streams.amax(rows, None))
-        self.scale = search_input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
-        self.seen = given
-        if streams.activations != "none":
-            self.seen = static(given, self.scale) if streams.activations == "static" else per_token(given)
+        self.scale = form.input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
+        self.smoothed = None
+        if streams.smoothing is not None:
+            self.smoothed = streams.smoothing.of(path, given[streams.real], streams.modules)
+        self.seen = given if self.smoothed is None else given * self.smoothed.factors
+        if streams.activations == "static":
+            self.seen = static(self.seen, self.scale)
+        elif streams.activations == "token":
+            self.seen = form.per_token(self.seen)
 
     def hessian(self) -> Hessian:
         if self._hessian is None:
@@ -111,9 +144,10 @@ class _Streams:
         amax: Amax,
         sink: Sink,
         head: str | None,
+        smoothing: Smoothing | None,
     ) -> None:
         self.modules, self.real, self.kept, self.amax, self._sink = modules, real, kept, amax, sink
-        self.forms, self.activations, self.head = forms, activations, head
+        self.forms, self.activations, self.head, self.smoothing = forms, activations, head, smoothing
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
 
@@ -128,7 +162,7 @@ class _Streams:
         exact, given = x.reshape(2, len(self.real), columns)
         if self._input is None or x is not self._last:
             self._last, self._input = x, None  # the old input's memory first
-            self._input = _Input(exact, given, weight, self)
+            self._input = _Input(path, exact, given, self)
         shared = self._input
         y = x.new_empty((2, len(self.real), rows))
         torch.mm(exact, weight.T, out=y[0])
@@ -137,17 +171,24 @@ class _Streams:
             torch.mm(given, weight.to(torch.bfloat16).float().T, out=y[1])
         else:
             rounded = self._round(path, weight, shared, y)
-        self._tell(path, weight, shared.amax, shared.scale, rounded)
+        self._tell(path, weight, shared.amax, shared.scale, rounded, None if rounded is None else shared.smoothed)
         return plus_bias(module, y.view(*x.shape[:-1], rows))
 
     def _tell(
-        self, path: str, weight: torch.Tensor, input_amax: float, input_scale: float, rounded: Rounded | None
+        self,
+        path: str,
+        weight: torch.Tensor,
+        input_amax: float,
+        input_scale: float,
+        rounded: Rounded | None,
+        smoothed: Smoothed | None = None,
     ) -> None:
         error = 0.0
         if rounded is not None:
-            error = float((rounded.weight - weight).norm() / weight.norm().clamp_min(1e-30))
+            value = rounded.weight if smoothed is None else rounded.weight * smoothed.factors
+            error = float((value - weight).norm() / weight.norm().clamp_min(1e-30))
             self._sink.rows(path, 0, rounded)
-        self._sink.done(path, Outcome(input_amax, self.amax(weight, 0).flatten(), input_scale, error))
+        self._sink.done(path, Outcome(input_amax, self.amax(weight, 0).flatten(), input_scale, error, smoothed))
 
     def _head(self, path: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """All tokens' inputs are here. Logits would be the largest tensor of all, and nobody reads them: one column of
@@ -169,7 +210,8 @@ class _Streams:
 
     def _round(self, path: str, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
-        rounded = compensate(weight, shared.hessian(), self.forms[path])
+        smoothed = weight if shared.smoothed is None else weight / shared.smoothed.factors
+        rounded = compensate(smoothed, shared.hessian(), self.forms[path])
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
         fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
@@ -179,6 +221,6 @@ class _Streams:
         """A module that sees some of the tokens, of either stream: rounded to nearest, and exact in both streams."""
         rounded = None if path in self.kept else self.forms[path].round(weight)
         amax = float(self.amax(x, None))
-        input_scale = search_input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
+        input_scale = self.forms[path].input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
         self._tell(path, weight, amax, input_scale, rounded)
         return plus_bias(module, x @ weight.T)

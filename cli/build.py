@@ -21,14 +21,14 @@ PRECISIONS = ("fp32", "bf16")
 #: The options that the memory arithmetic depends on, or its printing.
 _OF_DRY_RUN = frozenset(
     {
-        "model", "fp8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "lm_head_dtype", "dry_run", "as_json",
-        "config",
+        "model", "fp8", "int8", "int4", "dtype", "tp", "profile", "target", "kv_dtype", "lm_head_dtype", "dry_run",
+        "as_json", "config",
     }
 )  # fmt: skip
 #: The options that what passes make depends on.
 _OF_STOP_AFTER = frozenset(
     {
-        "model", "fp8", "int4", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget",
+        "model", "fp8", "int8", "int4", "dtype", "tp", "profile", "target", "calib", "fp8_activations", "fp8_budget",
         "lm_head_dtype", "verify_passes", "kv_dtype", "dump", "stop_after", "config",
     }
 )  # fmt: skip
@@ -45,6 +45,9 @@ _OF_STOP_AFTER = frozenset(
     help="A YAML file with options by name, such as `tp: 2`; those on the command line win.",
 )
 @click.option("--fp8", is_flag=True, help="FP8 E4M3 weights, rounded with calibration.")
+@click.option(
+    "--int8", is_flag=True, help="INT8 weights and inputs (W8A8): SmoothQuant, each token scaled by its own range."
+)
 @click.option(
     "--int4",
     is_flag=True,
@@ -83,7 +86,7 @@ _OF_STOP_AFTER = frozenset(
 @click.option(
     "--lm-head-dtype",
     type=click.Choice(LM_HEAD_DTYPES),
-    help="The output head beside FP8 or INT4 weights: fp8 rounds it with calibration. Default: the table's, then fp8.",
+    help="The output head beside rounded weights: fp8 rounds it with calibration. Default: the table's, then fp8.",
 )
 @click.option("--tactics", type=click.Path(path_type=Path), help="File of `llmc tune`. Default: the target's own.")
 @click.option("-o", "--output", default="engine.plan", show_default=True, type=click.Path(path_type=Path))
@@ -107,6 +110,7 @@ _OF_STOP_AFTER = frozenset(
 def command(
     model: Path,
     fp8: bool,
+    int8: bool,
     int4: bool,
     dtype: str | None,
     dry_run: bool,
@@ -122,7 +126,7 @@ def command(
     """
     from llmc.artifacts.errors import GateError, UsageError
 
-    precision = _precision({"fp8": fp8, "int4": int4, "dtype": dtype})
+    precision = _precision({"fp8": fp8, "int8": int8, "int4": int4, "dtype": dtype})
     require_build_libraries()
     from llmc import flow
 

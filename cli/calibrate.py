@@ -19,6 +19,7 @@ from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES
     type=click.Path(path_type=Path),
     help="Text: .txt, .jsonl or a folder. Default: documentation of Python's standard library.",
 )
+@click.option("--int8", is_flag=True, help="Smooth and round weights to INT8, for `llmc build --int8`.")
 @click.option("--int4", is_flag=True, help="Round weights to INT4 in groups of 128, for `llmc build --int4`.")
 @click.option("--samples", type=click.IntRange(min=1), help="Sequences to run. Default: 16, or what memory allows.")
 @click.option("--tokens", type=click.IntRange(min=2), help="Tokens of each. Default: 256, or what the model takes.")
@@ -42,6 +43,7 @@ def command(
     model: Path,
     output: Path,
     calib: Path | None,
+    int8: bool,
     int4: bool,
     samples: int | None,
     tokens: int | None,
@@ -50,7 +52,7 @@ def command(
     fp8_budget: float,
     lm_head_dtype: str,
 ) -> None:
-    """Round a checkpoint's weights to FP8 or INT4: a table for `llmc build --calib TABLE`, beside it the weights."""
+    """Round a checkpoint's weights to FP8, INT8 or INT4: a table for `llmc build --calib`, beside it the weights."""
     from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
 
@@ -64,9 +66,12 @@ def command(
 
     require_writable(output)
     options = CalibrationOptions(calib, samples, tokens, seed, fp8_activations, fp8_budget)
-    if int4:
-        _refuse_fp8_options()
-        options = replace(CalibrationOptions.int4(calib), samples=samples, tokens=tokens, seed=seed)
+    if int8 and int4:
+        raise UsageError("--int8 and --int4 exclude one another: each says what weights are rounded to; drop one")
+    if int8 or int4:
+        weights = "int8" if int8 else "int4"
+        _refuse_fp8_options(weights)
+        options = replace(CalibrationOptions.of(weights, calib), samples=samples, tokens=tokens, seed=seed)
     options = replace(options, lm_head_dtype=lm_head_dtype)
     with make_progress() as progress, progress.stage("calibrate"):
 
@@ -81,12 +86,12 @@ def command(
     )
 
 
-def _refuse_fp8_options() -> None:
-    """Raises UsageError for those that were given beside --int4."""
+def _refuse_fp8_options(weights: str) -> None:
+    """Raises UsageError for those that were given beside --int8 or --int4."""
     from llmc.artifacts.errors import UsageError
 
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""
         if name.startswith("fp8_") and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise UsageError(f"{parameter.opts[-1]} is for FP8; drop it, or --int4")
+            raise UsageError(f"{parameter.opts[-1]} is for FP8; drop it, or --{weights}")

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 @click.argument("graphs", nargs=-1, type=click.File("r"))
 @click.option("--passes", help="Names of passes, joined by commas, in the order in which they run.")
 @click.option("--list", "as_list", is_flag=True, help="List the passes in the order of a build, and what each does.")
-@click.option("--precision", default="bf16", show_default=True, help="What quantize stores: fp32, bf16, fp8 or int4.")
+@click.option(
+    "--precision", default="bf16", show_default=True, help="What quantize stores: fp32, bf16, fp8, int8 or int4."
+)
 @click.option(
     "--fp8-activations",
     default="none",
     show_default=True,
     help="token, static (needs --calib) or none: of quantize, fp8.",
 )
-@click.option("--calib", type=click.Path(path_type=Path), help="Calibration table (.json), for quantize: fp8, int4.")
+@click.option("--calib", type=click.Path(path_type=Path), help="Calibration table (.json), for quantize.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that shard makes.")
 @click.option("--verify", is_flag=True, help="Check every pass with the interpreter; on random weights, or --model's.")
 @click.option("--model", type=click.Path(path_type=Path), help="With --verify: the checkpoint whose weights are used.")

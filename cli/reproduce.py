@@ -11,7 +11,7 @@ import shlex
 
 import yaml
 
-from llmc.artifacts.calibration import CalibrationTable
+from llmc.artifacts.calibration import WEIGHTS, CalibrationTable
 from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import Plan
 
@@ -40,11 +40,11 @@ def options(plan: Plan) -> dict[str, object]:
     precision = recorded.pop("precision")
     profile = str(recorded.pop("profile"))
     result: dict[str, object] = {"model": _model(plan)}
-    result |= {precision: True} if precision in ("fp8", "int4") else {"dtype": precision}
+    result |= {precision: True} if precision in WEIGHTS else {"dtype": precision}
     result["profile"] = profile if _is_built_in(profile) else f"{profile}.yaml"
     if recorded.pop("fp8_scales", OWN_SCALES) != OWN_SCALES:
         del recorded["fp8_activations"]  # the checkpoint's, like its scales: not for the command line to say
-    for name in ("int4_scales", "kv_scales"):
+    for name in ("int8_scales", "int4_scales", "kv_scales"):
         recorded.pop(name, None)
     recorded["kv_dtype"] = _KV_DTYPE.get(str(recorded["kv_dtype"]), recorded["kv_dtype"])
     for name, value in recorded.items():

@@ -12,6 +12,7 @@ from llmc.cli.build import PRECISIONS
 @click.command(name="tune")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Hugging Face folder, or a GGUF file.")
 @click.option("--fp8", is_flag=True, help="As in `llmc build`, for which the tactics are.")
+@click.option("--int8", is_flag=True, help="As in `llmc build`.")
 @click.option("--int4", is_flag=True, help="As in `llmc build`.")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="As in `llmc build`.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="As in `llmc build`.")
@@ -22,6 +23,7 @@ from llmc.cli.build import PRECISIONS
 def command(
     model: Path,
     fp8: bool,
+    int8: bool,
     int4: bool,
     dtype: str | None,
     tp: int,
@@ -38,9 +40,10 @@ def command(
     from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
 
-    chosen = [name for name, given in {"fp8": fp8, "int4": int4, dtype or "": bool(dtype)}.items() if given]
+    asked = {"fp8": fp8, "int8": int8, "int4": int4, dtype or "": bool(dtype)}
+    chosen = [name for name, given in asked.items() if given]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)} exclude one another: one of --fp8, --int4 and --dtype at most")
+        raise UsageError(f"{' and '.join(chosen)} exclude one another: one of --fp8, --int8, --int4, --dtype at most")
     require_build_libraries()
     from llmc.artifacts.files import require_writable, write_file
     from llmc.tune import Trial, tune

@@ -59,7 +59,7 @@ def build(
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
 
     `calib` is a calibration table (.json, from `llmc calibrate`) or data to calibrate with (.txt, .jsonl, a folder),
-    for FP8 and INT4 weights and an FP8 cache; `fp8_activations`, `fp8_budget` and `lm_head_dtype` say how (see
+    for rounded weights and an FP8 cache; `fp8_activations`, `fp8_budget` and `lm_head_dtype` say how (see
     `RoundingOptions`). With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
     `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
     documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
@@ -69,7 +69,7 @@ def build(
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
 
-    `precision` fp32|bf16|fp8|int4; None: see `default_precision`.
+    `precision` fp32|bf16|fp8|int8|int4; None: see `default_precision`.
 
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """

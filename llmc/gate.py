@@ -75,6 +75,7 @@ DEFAULTS = {
     "fp32": Gate(ppl=0.001, kl=1e-4, top1=0.99, cosine=0.9999, greedy=0.98),
     "bf16": Gate(ppl=0.01, kl=0.005, top1=0.95, cosine=0.999, greedy=0.93),
     "fp8": Gate(ppl=0.03, kl=0.03, top1=0.9, cosine=0.975, greedy=0.8),
+    "int8": Gate(ppl=0.03, kl=0.03, top1=0.9, cosine=0.975, greedy=0.8),
     "int4": Gate(ppl=0.15, kl=0.15, top1=0.78, cosine=0.9, greedy=0.6),
 }
 

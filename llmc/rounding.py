@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
 
 
-#: The output head of an FP8 or INT4 build that does not say: of SmolLM2-135M beside FP8 layers it costs KL 0.001 and
-#: saves a sixth of the bytes of a decode step.
+#: The output head of a build of rounded weights that does not say: of SmolLM2-135M beside FP8 layers it costs KL 0.001
+#: and saves a sixth of the bytes of a decode step.
 LM_HEAD_DTYPE = "fp8"
 
 
 @dataclass(frozen=True)
 class RoundingOptions:
-    """What is asked of rounded weights; of INT4 `calib` and `lm_head_dtype` alone. `calib`: a table (.json), or data to
+    """What is asked of rounded weights; `activations` and `budget` of FP8 alone. `calib`: a table (.json), or data to
     calibrate with (.txt, .jsonl, a folder); `activations` token|static|none; `budget`: linear layers take at most so
     many times the bytes of pure FP8; `lm_head_dtype` bf16|fp8 of the output head. None: the table's own, or the
     default, which for activations is `usual`, the target's. `cache`: a table that was made before is taken again.
@@ -44,12 +44,13 @@ class RoundingOptions:
         if precision not in WEIGHTS:
             for option, value in self.given().items():
                 raise UsageError(
-                    f"{option} {value}: only an FP8 or INT4 build is calibrated; add --fp8 or --int4, or drop {option}"
+                    f"{option} {value}: only an FP8, INT8 or INT4 build is calibrated; add --fp8, --int8 or --int4, or "
+                    f"drop {option}"
                 )
             return False
-        if precision == "int4":
+        if precision != "fp8":
             for option, value in self._fp8_given().items():
-                raise UsageError(f"{option} {value}: is for FP8, and this build is INT4; drop {option}")
+                raise UsageError(f"{option} {value}: is for FP8, and this build is {precision.upper()}; drop {option}")
         own = checkpoint.quantization
         if own is not None and own.linears and own.scheme.weights == precision:
             for option, value in self.given().items():
@@ -78,10 +79,9 @@ class RoundingOptions:
             return table
         from llmc.calibration import CalibrationOptions, cached_table
 
-        options = CalibrationOptions.int4(self.calib)
+        options = CalibrationOptions.of(precision, self.calib)
         if precision == "fp8":
-            options = CalibrationOptions(data=self.calib, activations=self.activations or self.usual)
-            options = replace(options, budget=self.budget or options.budget)
+            options = replace(options, activations=self.activations or self.usual, budget=self.budget or options.budget)
         options = replace(options, lm_head_dtype=self.lm_head_dtype or LM_HEAD_DTYPE)
         with progress.stage("calibrate"):
             table, reused = cached_table(

@@ -15,7 +15,7 @@ from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.builder.passes.weight import weight_recipe
 from llmc.builder.weights.recipe import Concat
-from llmc.plugins.linear import ACTIVATIONS
+from llmc.plugins.linear import ACTIVATIONS, FACTORS
 from llmc.plugins.pointwise.functions import ELEMENTWISE
 
 
@@ -113,9 +113,9 @@ def _by_precision(view: View, linears: Sequence[Node]) -> list[list[Node]]:
     """Those of one precision together: what calibration keeps in bf16 has a kernel call of its own."""
     groups: dict[object, list[Node]] = {}
     for node in linears:
-        groups.setdefault(
-            (view.types[node.inputs[1]].dtype, node.attrs.x_per_token, node.attrs.x_scale is None), []
-        ).append(node)
+        factors = weight_recipe(view, node.inputs[FACTORS]) if node.attrs.x_factors else None
+        key = (view.types[node.inputs[1]].dtype, node.attrs.x_per_token, node.attrs.x_scale is None, factors)
+        groups.setdefault(key, []).append(node)
     return list(groups.values())
 
 
@@ -125,6 +125,10 @@ def _join(view: View, edit: Edit, linears: Sequence[Node]) -> list[Node]:
     inputs, types = [first.inputs[0]], [view.types[first.inputs[0]]]
     for position in range(1, len(first.inputs)):
         names = [n.inputs[position] for n in linears]
+        if first.attrs.x_factors and position == FACTORS:  # of their common input
+            inputs.append(names[0])
+            types.append(view.types[names[0]])
+            continue
         recipes = tuple(r for name in names if (r := weight_recipe(view, name)) is not None)
         kinds = [view.types[name] for name in names]
         rows = sum(size_of(k.shape[0]) for k in kinds)

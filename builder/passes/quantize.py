@@ -1,7 +1,7 @@
 """Weights get the dtype that the precision asks for; FP8 layers get their scales.
 
-Comes in: a graph with f32 weights, the precision, perhaps a calibration table. Goes out: the same graph with bf16 or
-E4M3 or INT4 weight recipes. Must not know: how scales were found, how weights are packed.
+Comes in: a graph with f32 weights, the precision, perhaps a calibration table. Goes out: the same graph with bf16,
+E4M3, INT8 or INT4 weight recipes. Must not know: how scales were found, how weights are packed.
 
 fp8: every linear layer W8A8 except those that the table keeps in bf16, and the matrices of latent attention, whose
 inputs no calibration has seen: they are bf16 like the embedding. The output head (what the model's output is computed
@@ -11,9 +11,11 @@ stay float32: rounding them would send tokens to other experts. A weight that th
 there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
 against it). Inputs are scaled by each token's largest magnitude / 448, statically by the table, or not at all: then
 they stay float32.
+int8: the same layers but the head W8A8, each token's input scaled by its largest magnitude / 127. Where the table
+smooths an input, its columns are multiplied by factors first, which the weight was divided by before it was rounded.
 int4: of the same layers but the head the weights alone, in groups of 128 columns with a scale and a zero point a row;
 inputs stay float32. What the table did not round is rounded to nearest by the range of each group.
-A checkpoint that is FP8 (or INT4) already keeps its own numbers and scales, also where the model reads several of its
+A checkpoint that is quantized already keeps its own numbers and scales, also where the model reads several of its
 tensors as one, and what it left alone is bf16.
 """
 
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.calibration import CalibrationTable, Ranges
+from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
@@ -40,25 +42,29 @@ from llmc.builder.weights.recipe import (
     Int4,
     Int4Scale,
     Int4Zero,
+    Int8,
+    Int8Scale,
     Load,
     Recipe,
     StoredTensor,
     leaves,
 )
-from llmc.builder.weights.rounded import scale_name, weight_name, zero_name
+from llmc.builder.weights.rounded import factors_name, scale_name, weight_name, zero_name
 from llmc.plugins.linear import groups
 
 #: Operators whose weights change, and which of their inputs that is.
 _WEIGHT = {"linear": 1, "embedding": 1, "head_linear": 1, "grouped_linear": 2}
-#: Those of them that are bf16 in an FP8 or INT4 engine too.
+#: Those of them that are bf16 in an engine of rounded weights too.
 _ALWAYS_BF16 = ("embedding", "head_linear")
+#: Of precisions with one scale a row: the dtype of weights, and the recipes that round to it.
+_BY_ROW = {"fp8": ("f8e4m3", Fp8, Fp8Scale), "int8": ("i8", Int8, Int8Scale)}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` fp32|bf16|fp8|int4; `activations` token|static|none (fp8 only). `own`: what the checkpoint is quantized
-    with itself; where it holds weights whose bytes can be kept, nothing else is quantized. `lm_head`: bf16|fp8 of the
-    output head, where linear layers are fp8 or int4.
+    """`name` fp32|bf16|fp8|int8|int4; `activations` token|static|none (fp8 only). `own`: what the checkpoint is
+    quantized with itself; where it holds weights whose bytes can be kept, nothing else is quantized. `lm_head`:
+    bf16|fp8 of the output head, where linear layers are rounded.
     """
 
     name: str
@@ -88,7 +94,7 @@ class Precision:
 
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name, and
-    for experts at int4.
+    for experts at int8 and int4.
     """
     view, edit = View(graph), Edit(graph)
     notes = _summary(precision) + (precision.own.notes(precision.name) if precision.own else [])
@@ -105,7 +111,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             notes.append(f"{node.op} @{node.path}: what it reads is no tensor of the checkpoint and stays float32")
             continue
         if stored:
-            kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe)
+            kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe, precision.name)
             edit.swap(
                 node,
                 _own(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
@@ -124,10 +130,13 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             )
         if precision.name == "bf16" or node.op in _ALWAYS_BF16 or unrounded or chosen:
             edit.swap(node, _bf16(view, edit, node))
-        elif precision.name == "int4" and not head:
+        elif head:
+            edit.swap(node, _by_row(view, edit, node, precision, "fp8", "none"))
+        elif precision.name == "int4":
             edit.swap(node, _int4(view, edit, node, precision))
         else:
-            edit.swap(node, _fp8(view, edit, node, precision, "none" if head else precision.activations))
+            activations = precision.activations if precision.name == "fp8" else "token"
+            edit.swap(node, _by_row(view, edit, node, precision, precision.name, activations))
         matched += 1
     if own:
         notes.append(
@@ -176,17 +185,28 @@ def _bf16(view: View, edit: Edit, node: Node) -> Node:
     return node.replace(inputs=(*node.inputs[:at], weight.out, *node.inputs[at + 1 :]))
 
 
-def _fp8(view: View, edit: Edit, node: Node, precision: Precision, activations: str) -> Node:
-    """The node with an E4M3 weight, its scales, and the scale of its input."""
+def _by_row(view: View, edit: Edit, node: Node, precision: Precision, form: str, activations: str) -> Node:
+    """The node with a weight of one of `_BY_ROW`, its scales, and what becomes of its input."""
     at = _WEIGHT[node.op]
     recipe = weight_recipe(view, node.inputs[at])
     assert recipe is not None
-    kind = view.types[node.inputs[at]]
-    quantized, scale = _rounded(recipe, node, precision)
-    weight = edit.param(quantized, TensorType("f8e4m3", kind.shape), node)
+    kind, (dtype, numbers, scale_of) = view.types[node.inputs[at]], _BY_ROW[form]
+    ranges = precision.ranges(node.path)
+    choice = None if ranges is None else ranges.choice
+    if choice is None:  # rounded to nearest here
+        scale: Recipe = scale_of(recipe)
+        rounded: Recipe = numbers(recipe, scale)
+    else:
+        scale = StoredTensor(scale_name(node.path), "f32")
+        rounded = StoredTensor(weight_name(node.path), dtype)
+    weight = edit.param(rounded, TensorType(dtype, kind.shape), node)
     scales = edit.param(scale, TensorType("f32", kind.shape[:-1]), node)
+    factors = None
+    if choice is not None and choice.smoothing is not None:
+        name = factors_name(choice.smoothing.module)
+        factors = edit.param(StoredTensor(name, "f32"), TensorType("f32", kind.shape[-1:]), node)
     x_scale = _x_scale(node, precision) if activations == "static" else None
-    return _quantized(view, edit, node, weight, scales, x_scale, activations == "token")
+    return _quantized(view, edit, node, [weight, scales], _Input(x_scale, activations == "token", factors))
 
 
 def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
@@ -205,10 +225,7 @@ def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
 
 def _grouped(view: View, edit: Edit, node: Node, parts: Sequence[Recipe]) -> Node:
     """The node with these numbers, scales and zero points."""
-    if node.op != "linear":
-        raise UnsupportedError(
-            f"{node.op} @{node.path}: INT4 weights of experts are not supported; build with --fp8 or --dtype bf16"
-        )
+    _require_linear(node, "INT4")
     kind = view.types[node.inputs[1]]
     shape = (size_of(kind.shape[0]), groups(size_of(kind.shape[1])))
     types = [TensorType("u4", kind.shape), TensorType("f16", shape), TensorType("u4", shape)]
@@ -219,24 +236,45 @@ def _grouped(view: View, edit: Edit, node: Node, parts: Sequence[Recipe]) -> Nod
     return edit.make(node.op, inputs, [known[n] for n in inputs], vars(node.attrs), like=node, outputs=node.outputs)
 
 
-def _quantized(
-    view: View, edit: Edit, node: Node, weight: Node, scales: Node, x_scale: float | None, per_token: bool
-) -> Node:
-    """The node with an E4M3 weight; with neither `x_scale` nor `per_token` its input stays float32."""
+@dataclass(frozen=True)
+class _Input:
+    """An input is rounded by a static `scale`, or `per_token`, or stays float32; `factors`: a parameter that multiplies
+    its columns before.
+    """
+
+    scale: float | None
+    per_token: bool
+    factors: Node | None = None
+
+
+def _quantized(view: View, edit: Edit, node: Node, made: Sequence[Node], x: _Input) -> Node:
+    """The node with a weight and its scales, `made` as parameters."""
+    attrs: dict[str, object] = vars(node.attrs) | {"x_per_token": x.per_token, "x_scale": x.scale}
+    if made[0].type.dtype == "i8":
+        _require_linear(node, "INT8")
+        attrs["x_factors"] = x.factors is not None
+        made = [*made, x.factors] if x.factors else made
     at = _WEIGHT[node.op]
     before, after = node.inputs[:at], node.inputs[at + 1 :]
-    inputs = [*before, weight.out, scales.out, *after]
-    types = [*(view.types[n] for n in before), weight.type, scales.type, *(view.types[n] for n in after)]
-    attrs = vars(node.attrs) | {"x_per_token": per_token, "x_scale": x_scale}
+    inputs = [*before, *(param.out for param in made), *after]
+    types = [*(view.types[n] for n in before), *(param.type for param in made), *(view.types[n] for n in after)]
     return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
 
 
-def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe) -> Kept | None:
+def _require_linear(node: Node, what: str) -> None:
+    """Raises UnsupportedError for experts."""
+    if node.op != "linear":
+        raise UnsupportedError(
+            f"{node.op} @{node.path}: {what} weights of experts are not supported; build with --fp8 or --dtype bf16"
+        )
+
+
+def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe, precision: str) -> Kept | None:
     """The weight in the checkpoint's own bytes and scales; None where it holds other numbers. Raises UnsupportedError
     where its bytes cannot be taken as they are.
     """
     found = [leaf.name for leaf in leaves(recipe) if leaf.name in stored]
-    kept = keep(recipe, {name: _tensors(entry) for name, entry in stored.items()}) if found else None
+    kept = keep(recipe, {name: _tensors(entry, precision) for name, entry in stored.items()}) if found else None
     if found and kept is None:
         raise UnsupportedError(
             f"{node.op} @{node.path}: the checkpoint holds {found[0]} quantized, and the model reads it as {recipe}: "
@@ -245,10 +283,10 @@ def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe) -> Kep
     return kept
 
 
-def _tensors(entry: StoredLinear) -> tuple[StoredTensor, ...]:
+def _tensors(entry: StoredLinear, precision: str) -> tuple[StoredTensor, ...]:
     """The numbers of a weight, its scales, and of INT4 its zero points."""
     if entry.zero is None:
-        return StoredTensor(entry.weight, "f8e4m3"), StoredTensor(entry.scale, "f32")
+        return StoredTensor(entry.weight, _BY_ROW[precision][0]), StoredTensor(entry.scale, "f32")
     return StoredTensor(entry.weight, "u4"), StoredTensor(entry.scale, "f16"), StoredTensor(entry.zero, "u4")
 
 
@@ -263,24 +301,15 @@ def _own(view: View, edit: Edit, node: Node, kept: Kept, x_scale: float | None, 
     if precision.name == "int4":
         return _grouped(view, edit, node, (kept.weight, *kept.others))
     shape = view.types[node.inputs[_WEIGHT[node.op]]].shape
-    weight = edit.param(kept.weight, TensorType("f8e4m3", shape), node)
+    weight = edit.param(kept.weight, TensorType(_BY_ROW[precision.name][0], shape), node)
     scales = edit.param(kept.others[0], TensorType("f32", shape[:-1]), node)
     per_token = precision.own is not None and precision.own.scheme.activations == "token"
-    return _quantized(view, edit, node, weight, scales, x_scale, per_token)
-
-
-def _rounded(recipe: Recipe, node: Node, precision: Precision) -> tuple[Recipe, Recipe]:
-    """E4M3 bytes and scales of a weight: those of the table, or rounded to nearest here."""
-    ranges = precision.ranges(node.path)
-    if ranges is None or ranges.choice is None:
-        scale = Fp8Scale(recipe)
-        return Fp8(recipe, scale), scale
-    return StoredTensor(weight_name(node.path), "f8e4m3"), StoredTensor(scale_name(node.path), "f32")
+    return _quantized(view, edit, node, [weight, scales], _Input(x_scale, per_token))
 
 
 def _summary(precision: Precision) -> list[str]:
     """Of the table's choices: what rounding costs in each module, the dearest first, and which are kept for that."""
-    tensors = {} if precision.table is None or precision.name not in ("fp8", "int4") else precision.table.tensors
+    tensors = {} if precision.table is None or precision.name not in WEIGHTS else precision.table.tensors
     name, head = precision.name.upper(), None if precision.table is None else precision.table.head
     choices = {path: ranges.choice for path, ranges in tensors.items() if ranges.choice is not None}
     total = sum(choice.loss for choice in choices.values()) or 1.0

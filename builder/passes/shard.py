@@ -125,8 +125,11 @@ class _Rank:
             start = columns.start % INT4_GROUP
             within = Extent(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
             others[:2] = [self._weight(name, 1, within) for name in others[:2]]
+        cuts = [rows] * len(others)
+        if node.attrs.x_factors:
+            cuts[1] = columns
         weight = self._weight(weight, 1, columns) if columns else self._weight(weight, 0, rows)
-        inputs = [x, weight, *(self._weight(name, 0, rows) for name in others)]
+        inputs = [x, weight, *(self._weight(name, 0, cut) for name, cut in zip(others, cuts, strict=True))]
         self._emit(node, inputs, all_reduce=columns is not None, group_start=start)
 
     def _experts(self, node: Node) -> None:

@@ -17,6 +17,8 @@ from llmc.builder.weights.recipe import (
     Int4,
     Int4Scale,
     Int4Zero,
+    Int8,
+    Int8Scale,
     Matrices,
     Mul,
     Recipe,
@@ -32,7 +34,7 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
     """`slice(recipe, ...)`, moved as near to the leaves as it goes, so that streaming reads only what it needs. `rank`
     is that of the weight (of a scale: of the weight that it scales).
 
-    A row's FP8 scale stays the scale of the whole row when columns are cut, and a group's INT4 scale that of the whole
+    A row's scale stays the scale of the whole row when columns are cut, and a group's INT4 scale that of the whole
     group: a shard quantizes like the whole.
     """
     match recipe:
@@ -57,11 +59,11 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
             return Swap(sliced(source, {a: b, b: a}.get(axis, axis), start, stop, rank), a, b)
         case Matrices(source, rows) if axis == 0:
             return Matrices(sliced(source, 0, start * rows, stop * rows), rows)
-        case Fp8(source, scale):
+        case Fp8(source, scale) | Int8(source, scale):
             cut = sliced(scale, axis, start, stop, rank) if axis < rank - 1 else scale
-            return Fp8(sliced(source, axis, start, stop, rank), cut)
-        case Fp8Scale(source) if axis < rank - 1:
-            return Fp8Scale(sliced(source, axis, start, stop, rank))
+            return type(recipe)(sliced(source, axis, start, stop, rank), cut)
+        case Fp8Scale(source) | Int8Scale(source) if axis < rank - 1:
+            return dataclasses.replace(recipe, source=sliced(source, axis, start, stop, rank))
         case Int4(source, scale, zero) if axis == 0:
             return Int4(*(sliced(part, 0, start, stop, rank) for part in (source, scale, zero)))
         case Int4Scale(source) | Int4Zero(source) if axis == 0:
@@ -70,16 +72,16 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
 
 
 def picked(recipe: Recipe, rows: Sequence[int]) -> Recipe:
-    """Those rows (axis 0) of a recipe, in that order: a slice, runs, or a concatenation of them. FP8 and INT4 rows keep
+    """Those rows (axis 0) of a recipe, in that order: a slice, runs, or a concatenation of them. Rounded rows keep
     the scales that they have.
     """
     match recipe:
         case Int4(source, scale, zero):
             return Int4(*(picked(part, rows) for part in (source, scale, zero)))
-        case Cast() | Add() | Mul() | Fp8Scale() | Int4Scale() | Int4Zero():
+        case Cast() | Add() | Mul() | Fp8Scale() | Int8Scale() | Int4Scale() | Int4Zero():
             return dataclasses.replace(recipe, source=picked(recipe.source, rows))
-        case Fp8(source, scale):
-            return Fp8(picked(source, rows), picked(scale, rows))
+        case Fp8(source, scale) | Int8(source, scale):
+            return type(recipe)(picked(source, rows), picked(scale, rows))
     parts = [
         sliced(recipe, 0, start, start + width) if count == 1 else Runs(recipe, start, count, width, stride)
         for start, count, width, stride in _regular(rows)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmc.builder.weights.recipe import Cast, Fp8, Int4, Recipe, leaves
+from llmc.builder.weights.recipe import Cast, Fp8, Int4, Int8, Recipe, leaves
 from llmc.plugins.linear import dequantize
 
 
@@ -26,7 +26,7 @@ class ErrorMeter:
         match recipe:
             case Cast():
                 self._add(recipe, values[0], result.astype(np.float32))
-            case Fp8():
+            case Fp8() | Int8():
                 self._add(recipe, values[0], result.astype(np.float32) * values[1][..., None])
             case Int4():
                 self._add(recipe, values[0], dequantize(result, values[1], values[2]))

@@ -14,6 +14,7 @@ import numpy as np
 from llmc.artifacts.types import FP8_MAX, INT4_GROUP, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.int4 import int4_scale, int4_zero, quantize_int4
+from llmc.builder.weights.int8 import int8_scale, quantize_int8
 from llmc.builder.weights.pack import pack_panels
 from llmc.builder.weights.recipe import (
     Add,
@@ -26,6 +27,8 @@ from llmc.builder.weights.recipe import (
     Int4,
     Int4Scale,
     Int4Zero,
+    Int8,
+    Int8Scale,
     Leaf,
     Load,
     Matrices,
@@ -42,6 +45,7 @@ from llmc.builder.weights.recipe import (
     Stack,
     StoredTensor,
     Swap,
+    Times,
     Transpose,
     children,
 )
@@ -98,11 +102,16 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
             shape.reverse()
         case Cast(_, dtype):
             return TensorType(dtype, source.shape)
-        case Fp8():
+        case Times():
+            if types[1] != TensorType("f32", source.shape[-1:]):
+                raise _fail(
+                    recipe, f"the factors are {types[1]}, not one f32 for each entry of the last axis of {source}"
+                )
+        case Fp8() | Int8():
             if types[1] != TensorType("f32", source.shape[:-1]):
                 raise _fail(recipe, f"the scale is {types[1]}, not one f32 for each row of {source}")
-            return TensorType("f8e4m3", source.shape)
-        case Fp8Scale():
+            return TensorType("f8e4m3" if isinstance(recipe, Fp8) else "i8", source.shape)
+        case Fp8Scale() | Int8Scale():
             return TensorType("f32", source.shape[:-1])
         case Int4():
             groups = -(-shape[1] // INT4_GROUP)
@@ -195,6 +204,8 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
             return value + np.float32(constant)
         case Mul(_, constant):
             return value * np.float32(constant)
+        case Times():
+            return value * values[1]
         case Cast(_, dtype):
             return value.astype(NUMPY_DTYPES[dtype])
         case Fp8():
@@ -203,6 +214,10 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
         case Fp8Scale():
             scale = np.abs(value).max(axis=-1) / np.float32(FP8_MAX)
             return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+        case Int8():
+            return quantize_int8(value, values[1])
+        case Int8Scale():
+            return int8_scale(value)
         case Int4():
             return quantize_int4(value, values[1], values[2])
         case Int4Scale():

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llmc.artifacts.errors import UsageError
-from llmc.artifacts.types import INT4_MAX, NUMPY_DTYPES
+from llmc.artifacts.types import INT4_MAX, INT8_MAX, NUMPY_DTYPES
 from llmc.builder.ir import Graph
 from llmc.builder.weights.recipe import (
     Add,
@@ -20,6 +20,7 @@ from llmc.builder.weights.recipe import (
     Concat,
     Fp8,
     Int4,
+    Int8,
     Leaf,
     Load,
     Matrices,
@@ -29,6 +30,7 @@ from llmc.builder.weights.recipe import (
     Slice,
     StoredTensor,
     Swap,
+    Times,
     Transpose,
     children,
     leaves,
@@ -72,7 +74,10 @@ class RandomWeights:
             case Concat(axis, sources):
                 for source in sources:
                     self._learn(source, (*shape[:axis], shape[axis] // len(sources), *shape[axis + 1 :]))
-            case Cast() | Add() | Mul() | Fp8() | Int4():
+            case Times(source, factors):
+                self._learn(source, shape)
+                self._learn(factors, shape[-1:])
+            case Cast() | Add() | Mul() | Fp8() | Int8() | Int4():
                 self._learn(children(recipe)[0], shape)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -85,6 +90,8 @@ class RandomWeights:
         value = self._draw(leaf)
         if leaf.dtype == "u4":  # numbers of all sizes, most in the middle
             value = np.clip(8 + 3 * value * value.shape[-1] ** 0.5, 0, INT4_MAX).astype(np.uint8)
+        if leaf.dtype == "i8":
+            value = np.clip(40 * value * value.shape[-1] ** 0.5, -INT8_MAX, INT8_MAX)
         return value.astype(NUMPY_DTYPES[leaf.dtype])[start:stop]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> np.ndarray:

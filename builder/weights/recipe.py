@@ -9,6 +9,7 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     stored('name', 'f8e4m3')    a tensor as it is stored, which must be in that dtype: rounded weights and their scales
     buffer('name')              a constant that the traced model computed for itself (inverse frequencies, ...)
     slice(r, axis, start, stop) concat(axis, r, ...)  transpose(r)  add(r, 1.0)  mul(r, 0.5)  cast(r, 'bf16')
+    times(r, v)                 each entry of r's last axis times its own of the vector v, in float32
     every(r, axis, start, step) entries start, start + step, ... of an axis
     stack(r, ...)               recipes of one shape, joined along a new first axis
     reshape(r, n, ...)          the same values in another shape
@@ -17,6 +18,8 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     runs(r, start, count, width, stride)  `count` runs of `width` rows, whose first rows lie `stride` apart
     fp8(r, s)                   r / s by row, to E4M3 (round to nearest even, saturated at 448)
     fp8_scale(r)                f32[N]: the largest magnitude of each row / 448; 1 where that is no float above zero
+    int8(r, s)                  i8: r / s by row (round to nearest even, saturated at 127)
+    int8_scale(r)               f32[N]: the largest magnitude of each row / 127; 1 where that is no float above zero
     int4(r, s, z)               u4[N,K]: r / s by group of 128 columns, plus z (round to nearest even, 0..15)
     int4_scale(r)               f16[N,G]: the range of each group and 0, / 15
     int4_zero(r)                u4[N,G]: what stands for 0 in each group
@@ -188,6 +191,14 @@ class Mul(Recipe):
 
 
 @dataclass(frozen=True)
+class Times(Recipe):
+    """source[..., k] * factors[k], in float32."""
+
+    source: Recipe
+    factors: Recipe
+
+
+@dataclass(frozen=True)
 class Cast(Recipe):
     """Another dtype, rounded to nearest even."""
 
@@ -205,6 +216,21 @@ class Fp8(Recipe):
 
 @dataclass(frozen=True)
 class Fp8Scale(Recipe):
+    """The scale of each row of a matrix, f32[N], or of each of a stack, f32[E, N]."""
+
+    source: Recipe
+
+
+@dataclass(frozen=True)
+class Int8(Recipe):
+    """INT8 of source[..., n, :] / scale[..., n]."""
+
+    source: Recipe
+    scale: Recipe
+
+
+@dataclass(frozen=True)
+class Int8Scale(Recipe):
     """The scale of each row of a matrix, f32[N], or of each of a stack, f32[E, N]."""
 
     source: Recipe
@@ -275,9 +301,12 @@ _CLASSES: dict[str, type[Recipe]] = {
     "matrices": Matrices,
     "add": Add,
     "mul": Mul,
+    "times": Times,
     "cast": Cast,
     "fp8": Fp8,
     "fp8_scale": Fp8Scale,
+    "int8": Int8,
+    "int8_scale": Int8Scale,
     "int4": Int4,
     "int4_scale": Int4Scale,
     "int4_zero": Int4Zero,

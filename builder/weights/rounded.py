@@ -6,7 +6,13 @@ out: a source of stored tensors; the file. Must not know: how weights were round
     <module>.weight         E4M3 [N, K], by output channels whatever the checkpoint's layout
     <module>.weight_scale   f32 [N]
 
-or, for a table of INT4 weights, in groups of 128 columns:
+for a table of INT8 weights:
+
+    <module>.weight         I8 [N, K]
+    <module>.weight_scale   F32 [N]
+    <module>.input_factors  F32 [K], what the input of this module (and of others) is multiplied by; not of every module
+
+and for one of INT4 weights, in groups of 128 columns:
 
     <module>.weight         U8 [N, K], numbers from 0 to 15
     <module>.weight_scale   F16 [N, G]
@@ -19,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,7 +39,7 @@ from llmc.artifacts.hashing import sha256_file
 from llmc.artifacts.types import INT4_GROUP, NUMPY_DTYPES
 from llmc.builder.checkpoint.safetensors_file import SafetensorsFile
 
-_SAFETENSORS = {"f8e4m3": "F8_E4M3", "f32": "F32", "f16": "F16", "u4": "U8"}
+_SAFETENSORS = {"f8e4m3": "F8_E4M3", "f32": "F32", "f16": "F16", "i8": "I8", "u4": "U8"}
 
 
 def weight_name(module: str) -> str:
@@ -49,6 +55,11 @@ def scale_name(module: str) -> str:
 def zero_name(module: str) -> str:
     """The tensor of a module's zero points, of INT4."""
     return f"{module}.weight_zero"
+
+
+def factors_name(module: str) -> str:
+    """The tensor of the factors of a module's input, of INT8."""
+    return f"{module}.input_factors"
 
 
 class RoundedWeights:
@@ -95,26 +106,33 @@ def open_rounded(table: CalibrationTable | None) -> RoundedWeights | None:
 
 def _tensors(module: str, shape: tuple[int, int], weights: str) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor of a module [N, K]."""
-    if weights == "fp8":
-        return [(weight_name(module), "f8e4m3", shape), (scale_name(module), "f32", shape[:1])]
+    if weights != "int4":
+        dtype = {"fp8": "f8e4m3", "int8": "i8"}[weights]
+        return [(weight_name(module), dtype, shape), (scale_name(module), "f32", shape[:1])]
     groups = (shape[0], -(-shape[1] // INT4_GROUP))
     return [(weight_name(module), "u4", shape), (scale_name(module), "f16", groups), (zero_name(module), "u4", groups)]
 
 
 class RoundedWriter:
     """Writes such a file at `path`, a module or some rows of one at a time; use it in a `with`. `shapes`: [N, K] of
-    every module that will be added; `weights` fp8|int4, `head`: the module that is fp8 beside either. Rows that are
-    never added are zeros, so whoever writes must add all.
+    every module that will be added; `weights` fp8|int8|int4, `head`: the module that is fp8 beside any; `smoothed`:
+    modules that may have factors of their input. What is never added is zeros, so whoever writes must add all.
     """
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[int, int]], weights: str = "fp8", head: str | None = None
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, int]],
+        weights: str = "fp8",
+        head: str | None = None,
+        smoothed: Collection[str] = (),
     ) -> None:
         self._path, self._offsets, header, at = path, dict[str, int](), {}, 0
         kinds = {module: "fp8" if module == head else weights for module in shapes}
         self._tensors = {module: _tensors(module, shape, kinds[module]) for module, shape in shapes.items()}
+        self._factors = {module: (factors_name(module), "f32", shapes[module][1:]) for module in smoothed}
         for module in sorted(shapes):
-            for name, dtype, shape in self._tensors[module]:
+            for name, dtype, shape in (*self._tensors[module], *filter(None, (self._factors.get(module),))):
                 nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
                 entry: dict[str, str | Sequence[int]] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape)}
                 header[name] = entry | {"data_offsets": [at, at + nbytes]}
@@ -132,11 +150,19 @@ class RoundedWriter:
         holds them.
         """
         for (name, dtype, _), value in zip(self._tensors[module], parts, strict=True):
-            stored = value.astype(np.uint8 if dtype == "u4" else NUMPY_DTYPES[dtype])
-            before = start * math.prod(stored.shape[1:]) * stored.itemsize
-            with disk_errors(self._path):
-                self._file.seek(len(self._head) + self._offsets[name] + before)
-                self._file.write(np.ascontiguousarray(stored).view(np.uint8).data)
+            self._write(name, dtype, value, start)
+
+    def add_factors(self, module: str, factors: np.ndarray) -> None:
+        """Those [K] of the module's input."""
+        name, dtype, _ = self._factors[module]
+        self._write(name, dtype, factors)
+
+    def _write(self, name: str, dtype: str, value: np.ndarray, start: int = 0) -> None:
+        stored = value.astype(np.uint8 if dtype == "u4" else NUMPY_DTYPES[dtype])
+        before = start * math.prod(stored.shape[1:]) * stored.itemsize
+        with disk_errors(self._path):
+            self._file.seek(len(self._head) + self._offsets[name] + before)
+            self._file.write(np.ascontiguousarray(stored).view(np.uint8).data)
 
     def __enter__(self) -> Self:
         return self

@@ -34,6 +34,8 @@ from llmc.builder.weights.recipe import (
     Int4,
     Int4Scale,
     Int4Zero,
+    Int8,
+    Int8Scale,
     Leaf,
     Load,
     Matrices,
@@ -138,7 +140,7 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return _run_rows(recipe, start, stop, source)
         case Slice(inner, _, _, _) | Cast(inner, _) | Add(inner, _) | Mul(inner, _):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
-        case Fp8Scale(inner) | Int4Scale(inner) | Int4Zero(inner):
+        case Fp8Scale(inner) | Int8Scale(inner) | Int4Scale(inner) | Int4Zero(inner):
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Every(inner, axis, _, _) if axis > 0:
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
@@ -146,8 +148,8 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return dataclasses.replace(recipe, source=rows(inner, start, stop, source))
         case Matrices(inner, count):
             return Matrices(rows(inner, start * count, stop * count, source), count)
-        case Fp8(inner, scale):
-            return Fp8(rows(inner, start, stop, source), rows(scale, start, stop, source))
+        case Fp8(inner, scale) | Int8(inner, scale):
+            return type(recipe)(rows(inner, start, stop, source), rows(scale, start, stop, source))
         case Int4(inner, scale, zero):
             return Int4(*(rows(part, start, stop, source) for part in (inner, scale, zero)))
         case Stack(sources):
@@ -217,7 +219,7 @@ class _Reader:
                 value = read_leaf(leaf, self._source, start, stop)
             case Load() | StoredTensor() | Buffer() as leaf:
                 value = read_leaf(leaf, self._source)
-        numbers = not isinstance(leaf, Buffer) and value.dtype != NUMPY_DTYPES["u4"]
+        numbers = not isinstance(leaf, Buffer) and value.dtype not in (NUMPY_DTYPES["u4"], NUMPY_DTYPES["i8"])
         if numbers and not np.isfinite(value).all():
             raise CheckpointError(
                 f"tensor {leaf.name!r} holds NaN or infinity: no engine can be built from it. The checkpoint is "

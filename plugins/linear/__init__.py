@@ -19,6 +19,8 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 EPILOGUES = ("none", *ACTIVATIONS, *(f"{name}_gate" for name in ACTIVATIONS))
 #: Columns of an INT8 weight, at most: so many products of INT8 numbers fit a sum of 32 bits.
 INT8_COLUMNS = 1 << 17
+#: Which input the factors of `x_factors` are.
+FACTORS = 3
 
 
 @dataclass(frozen=True)

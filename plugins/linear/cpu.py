@@ -11,7 +11,7 @@ import numpy as np
 
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, Call, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
-from llmc.plugins.linear import Attrs, groups
+from llmc.plugins.linear import FACTORS, Attrs, groups
 
 FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "i8": "Int8", "u4": "Int4"}
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
@@ -36,7 +36,7 @@ def _input(attrs: Attrs, w: TensorType) -> tuple[str, Arg, int]:
         return "Grouped", Literal(f"llmc::lin::Grouped{{{attrs.group_start}}}"), k + groups(k, attrs.group_start)
     if w.dtype == "i8":
         scale = "Int8Static" if attrs.x_scale is not None else "Int8PerToken"
-        factors = Pointer("in", 3) if attrs.x_factors else Literal("nullptr")
+        factors = Pointer("in", FACTORS) if attrs.x_factors else Literal("nullptr")
         value = Literal(f"llmc::lin::{scale}{{{_number(attrs.x_scale)}}}")
         kind = f"Int8Input<llmc::lin::{scale}>"
         return kind, Call(f"llmc::lin::{kind}", (factors, value)), -(-k // 2)

@@ -153,7 +153,7 @@ def test_another_file_at_the_output_or_in_the_checkpoint_is_built_anew(tmp_path:
     good = out.read_bytes()
     assert llmc.build(model, out, **options).unchanged
     with pytest.raises(
-        errors.UsageError, match="--fp8-activations none: only an FP8 or INT4 build"
+        errors.UsageError, match="--fp8-activations none: only an FP8, INT8 or INT4 build"
     ):  # the default, but asked
         llmc.build(model, out, **options, fp8_activations="none")
     damaged = bytearray(good)

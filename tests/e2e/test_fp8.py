@@ -116,7 +116,7 @@ def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, t
         ({"fp8_budget": 1.3}, r"--fp8-budget 1\.3: .* was made with 1\.15"),
         ({"fp8_activations": "static"}, "--fp8-activations static: .* was made with token"),
         ({"lm_head_dtype": "bf16"}, "--lm-head-dtype bf16: .* was made with fp8"),
-        ({"precision": "bf16"}, "only an FP8 or INT4 build is calibrated"),
+        ({"precision": "bf16"}, "only an FP8, INT8 or INT4 build is calibrated"),
     ],
 )
 def test_options_that_contradict_the_table(

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def table(model: Path) -> Path:
     path = model.parent / "t.json"
-    calibrate(open_checkpoint(model), CalibrationOptions.int4(), path)
+    calibrate(open_checkpoint(model), CalibrationOptions.of("int4"), path)
     return path
 
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_int4_does_not_fit_is_refused_by_the_gate(model: Path,
     [
         ({"precision": "fp8"}, r"t\.json: its weights were rounded to int4, and this build is fp8; build with --int4"),
         ({"fp8_budget": 1.3}, r"--fp8-budget 1\.3: is for FP8, and this build is INT4"),
-        ({"precision": "bf16"}, "only an FP8 or INT4 build is calibrated"),
+        ({"precision": "bf16"}, "only an FP8, INT8 or INT4 build is calibrated"),
     ],
 )
 def test_options_that_contradict_the_table(

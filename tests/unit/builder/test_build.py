@@ -89,7 +89,7 @@ def test_a_dry_run_says_beforehand_what_the_build_takes(
     assert dry_run(checkpoint, OPTIONS) == built[0].memory
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int4"])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int4"])
 def test_a_dry_run_needs_no_calibration(checkpoint: Checkpoint, precision: str) -> None:
     memory = dry_run(checkpoint, BuildOptions(precision=precision, tp=1))
     assert memory.precision == precision

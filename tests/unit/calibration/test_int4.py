@@ -53,7 +53,7 @@ def test_a_search_clips_what_costs_little() -> None:
 
 
 def test_a_table_of_int4_reads_back_and_its_weights_are_near(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    options = dataclasses.replace(CalibrationOptions.int4(), budget=1.0, lm_head_dtype="bf16")
+    options = dataclasses.replace(CalibrationOptions.of("int4"), budget=1.0, lm_head_dtype="bf16")
     table = calibrate(checkpoint, options, tmp_path / "t.json")
     assert (table.weights, table.activations, table.version) == ("int4", "none", 3)
     assert read_table(tmp_path / "t.json") == table

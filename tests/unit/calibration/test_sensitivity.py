@@ -19,7 +19,7 @@ def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
     samples = documentation(checkpoint, 8, 64, 0).ids
     model = load_reference(checkpoint)
     exact = model(torch.tensor(samples)).logits.log_softmax(-1)
-    as_read = quantizer(activations)
+    as_read = quantizer(activations, FORMATS["fp8"])
     forms = dict.fromkeys(linear_modules(model), FORMATS["fp8"])
     loss = measure(model, samples, forms, as_read, 0, lambda done, total: None).loss
     for path, module in linear_modules(model).items():

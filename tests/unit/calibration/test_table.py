@@ -51,7 +51,7 @@ def test_choices_read_back_the_same() -> None:
     [
         ({"activations": "dynamic"}, "activations is 'dynamic', expected token, static, none"),
         ({"version": 3}, "weights is None, expected str"),
-        ({"version": 3, "weights": "int3"}, "weights is 'int3', expected fp8 or int4"),
+        ({"version": 3, "weights": "int3"}, "weights is 'int3', expected fp8, int8, int4"),
         ({"version": 4, "weights": "int4", "head": 1}, "head is 1, expected str"),
         ({"budget": "1.1"}, "budget is '1.1', expected a number"),
         ({"rounded": None}, "rounded is None"),
