@@ -139,7 +139,7 @@ def _build(
     progress: Progress,
 ) -> BuildReport:
     """What `build` does where the plan is not there yet. Imports the compiler, which takes seconds."""
-    from llmc.builder.build import compile_plan, resolved_profile
+    from llmc.builder.build import compile_plan, dry_run, resolved_profile
     from llmc.builder.dump import DumpFolder
     from llmc.builder.verdict import Verdict
     from llmc.examine import evaluation_text, examine, require_judge
@@ -158,6 +158,8 @@ def _build(
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
     text = evaluation_text(source, exam, longest) if exam.evaluate else None
+    if options.kv_dtype == "f8e4m3":
+        dry_run(checkpoint, options)  # refuses a cache that cannot be FP8 before minutes of calibration
     table = rounding.table(checkpoint, options.precision, progress)
     kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
     options = rounding.resolve(options, table)

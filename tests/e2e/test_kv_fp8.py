@@ -73,7 +73,9 @@ def test_a_checkpoint_that_brings_scales_keeps_them(tmp_path: Path) -> None:
         flow.build(folder, tmp_path / "b.plan", kv_dtype="fp8", calib=tmp_path / "text.txt", evaluate=False)
 
 
-def test_what_cannot_be_is_refused_with_a_remedy(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_with_a_remedy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match=r"--kv-cache-dtype int8: is not one of auto, fp32, .*fp8"):
         flow.build(model, tmp_path / "a.plan", kv_dtype="int8")
     with pytest.raises(UsageError, match=r"--calib t\.json: a table has ranges of linear layers"):
@@ -83,3 +85,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(model: Path, tmp_path: Path) ->
     latent = save_checkpoint(tmp_path / "latent", "deepseek_v3")
     with pytest.raises(UnsupportedError, match="latent attention is f32 or bf16, not fp8"):
         flow.plan_memory(latent, precision="bf16", tp=1, profile="chat", target="cpu", kv_dtype="fp8")
+    for calibration in ("run._calibrate", "kv_cache.measure"):
+        monkeypatch.setattr(f"llmc.calibration.{calibration}", lambda *_: pytest.fail("calibrated for nothing"))
+    with pytest.raises(UnsupportedError, match="latent attention is f32 or bf16, not fp8"):
+        flow.build(latent, tmp_path / "a.plan", precision="fp8", kv_dtype="fp8", evaluate=False)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.regions import divide, divide_columns, divide_heads
 from llmc.builder.passes.shard import shard
+from llmc.builder.pipeline import CompileOptions, run
+from llmc.builder.trace import trace_model
+from llmc.builder.verify import Verifier
 from llmc.builder.weights.recipe import parse
+from llmc.tiny import VOCAB
+from llmc.tiny_model import random_model
+from tests.unit.builder.weights_of import model_tensors, params_of
 
 HEADS = "layer=0, heads={h}, kv_heads={kv}, head_dim=8"
 
@@ -35,6 +42,22 @@ def attention_graph(after: str, heads: int = 6, kv: int = 3) -> Graph:
 }}""",
         attrs_of,
     )
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("bloom", {"hidden_size": 40, "n_head": 5, "n_layer": 2}),
+    ("mpt", {"d_model": 40, "n_heads": 5, "n_layers": 2, "max_seq_len": 64}),
+])  # fmt: skip
+def test_ranks_have_the_slopes_of_their_heads(family: str, sizes: dict[str, int]) -> None:
+    """ALiBi's slopes are a table of the model's own, one number a head: three of five heads, and two."""
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, **sizes)
+    traced = trace_model(config)
+    verifier = Verifier(params_of(model_tensors(random_model(config, 0), traced.buffers)))
+    ranks = run(traced.graph, CompileOptions(tp=2, verifier=verifier)).graphs
+    attention = [[node.attrs for node in rank if node.op == "paged_attention"] for rank in ranks]
+    assert [[a.heads for a in layers] for layers in attention] == [[3, 3], [2, 2]]
+    assert all(a.slopes for layers in attention for a in layers)
+    assert dict(verifier.deviations)["shard"] < 1e-5
 
 
 @given(st.integers(1, 5000), st.integers(1, 16))
