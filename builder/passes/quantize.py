@@ -94,7 +94,7 @@ class Precision:
 
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name, and
-    for experts at int8 and int4.
+    for experts at int8.
     """
     view, edit = View(graph), Edit(graph)
     notes = _summary(precision) + (precision.own.notes(precision.name) if precision.own else [])
@@ -225,14 +225,13 @@ def _int4(view: View, edit: Edit, node: Node, precision: Precision) -> Node:
 
 def _grouped(view: View, edit: Edit, node: Node, parts: Sequence[Recipe]) -> Node:
     """The node with these numbers, scales and zero points."""
-    _require_linear(node, "INT4")
-    kind = view.types[node.inputs[1]]
-    shape = (size_of(kind.shape[0]), groups(size_of(kind.shape[1])))
+    at = _WEIGHT[node.op]
+    kind = view.types[node.inputs[at]]
+    shape = (*kind.shape[:-1], groups(size_of(kind.shape[-1])))
     types = [TensorType("u4", kind.shape), TensorType("f16", shape), TensorType("u4", shape)]
     made = [edit.param(part, kind, node) for part, kind in zip(parts, types, strict=True)]
-    x, _, *after = node.inputs
-    inputs = [x, *(param.out for param in made), *after]
-    known = view.types | dict(zip(inputs[1:4], types, strict=True))
+    inputs = [*node.inputs[:at], *(param.out for param in made), *node.inputs[at + 1 :]]
+    known = view.types | {param.out: param.type for param in made}
     return edit.make(node.op, inputs, [known[n] for n in inputs], vars(node.attrs), like=node, outputs=node.outputs)
 
 

@@ -121,16 +121,20 @@ class _Rank:
         x, weight, *others = node.inputs
         start = 0
         if columns and self.view.types[weight].dtype == "u4":
-            # A group that the cut divides has its scale and zero point on both sides.
-            start = columns.start % INT4_GROUP
-            within = Extent(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
-            others[:2] = [self._weight(name, 1, within) for name in others[:2]]
+            start, others[:2] = self._group_columns(others[:2], columns)
         cuts = [rows] * len(others)
         if node.attrs.x_factors:
             cuts[1] = columns
         weight = self._weight(weight, 1, columns) if columns else self._weight(weight, 0, rows)
         inputs = [x, weight, *(self._weight(name, 0, cut) for name, cut in zip(others, cuts, strict=True))]
         self._emit(node, inputs, all_reduce=columns is not None, group_start=start)
+
+    def _group_columns(self, names: Sequence[str], columns: Extent) -> tuple[int, list[str]]:
+        """The scales and zero points of an INT4 weight's columns, and where in their group these begin. A group that
+        the cut divides has them on both sides.
+        """
+        within = Extent(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
+        return columns.start % INT4_GROUP, [self._weight(n, self.view.types[n].rank - 1, within) for n in names]
 
     def _experts(self, node: Node) -> None:
         """The first matrices by rows (of gate and of up), the second ones by columns; the bias of their sum once."""
@@ -141,11 +145,14 @@ class _Rank:
         columns = self.regions.extent(x, self.rank)
         if columns is None:
             return self._any(node)
+        start = 0
+        if self.view.types[weights[0]].dtype == "u4":
+            start, weights[1:3] = self._group_columns(weights[1:3], columns)
         weights[0] = self._weight(weights[0], 2, columns)
         biased = node.attrs.bias and self.rank == 0
         if node.attrs.bias and not biased:
             del weights[-2]
-        return self._emit(node, [x, index, *weights], bias=biased, all_reduce=True)
+        return self._emit(node, [x, index, *weights], bias=biased, all_reduce=True, group_start=start)
 
     def _expert_rows(self, name: str, rows: Extent, gated: bool) -> str:
         """A new parameter: those rows of each expert's matrix (scales, biases), of gate and of up where it has both."""

@@ -64,10 +64,10 @@ def sliced(recipe: Recipe, axis: int, start: int, stop: int, rank: int = 2) -> R
             return type(recipe)(sliced(source, axis, start, stop, rank), cut)
         case Fp8Scale(source) | Int8Scale(source) if axis < rank - 1:
             return dataclasses.replace(recipe, source=sliced(source, axis, start, stop, rank))
-        case Int4(source, scale, zero) if axis == 0:
-            return Int4(*(sliced(part, 0, start, stop, rank) for part in (source, scale, zero)))
-        case Int4Scale(source) | Int4Zero(source) if axis == 0:
-            return dataclasses.replace(recipe, source=sliced(source, 0, start, stop, rank))
+        case Int4(source, scale, zero) if axis < rank - 1:
+            return Int4(*(sliced(part, axis, start, stop, rank) for part in (source, scale, zero)))
+        case Int4Scale(source) | Int4Zero(source) if axis < rank - 1:
+            return dataclasses.replace(recipe, source=sliced(source, axis, start, stop, rank))
     return Slice(recipe, axis, start, stop)
 
 

@@ -114,13 +114,13 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
         case Fp8Scale() | Int8Scale():
             return TensorType("f32", source.shape[:-1])
         case Int4():
-            groups = -(-shape[1] // INT4_GROUP)
-            if types[1:] != [TensorType(dtype, (shape[0], groups)) for dtype in ("f16", "u4")]:
+            by_group = (*shape[:-1], -(-shape[-1] // INT4_GROUP))
+            if types[1:] != [TensorType(dtype, by_group) for dtype in ("f16", "u4")]:
                 raise _fail(recipe, f"scale and zero points are {types[1]} and {types[2]}, not by group of {source}")
             return TensorType("u4", source.shape)
         case Int4Scale() | Int4Zero():
             dtype = "f16" if isinstance(recipe, Int4Scale) else "u4"
-            return TensorType(dtype, (shape[0], -(-shape[1] // INT4_GROUP)))
+            return TensorType(dtype, (*shape[:-1], -(-shape[-1] // INT4_GROUP)))
         case Pad(_, axis, size):
             if size < shape[axis]:
                 raise _fail(recipe, f"axis {axis} of {source} is longer than {size}")

@@ -238,7 +238,9 @@ class Int8Scale(Recipe):
 
 @dataclass(frozen=True)
 class Int4(Recipe):
-    """The 4-bit numbers of a matrix: each group's scale and zero point are those of a column of `scale` and `zero`."""
+    """The 4-bit numbers of a matrix or a stack of them: each group's scale and zero point are those of a column of
+    `scale` and `zero`.
+    """
 
     source: Recipe
     scale: Recipe
@@ -247,14 +249,14 @@ class Int4(Recipe):
 
 @dataclass(frozen=True)
 class Int4Scale(Recipe):
-    """The scale of each group of a matrix's rows, f16[N,G]."""
+    """The scale of each group of a matrix's rows, f16[N,G], or of a stack's, f16[E,N,G]."""
 
     source: Recipe
 
 
 @dataclass(frozen=True)
 class Int4Zero(Recipe):
-    """The zero point of each group of a matrix's rows, u4[N,G]."""
+    """The zero point of each group of a matrix's rows, u4[N,G], or of a stack's, u4[E,N,G]."""
 
     source: Recipe
 

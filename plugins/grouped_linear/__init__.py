@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins.linear import quantize_x
+from llmc.artifacts.types import INT4_GROUP, NUMPY_DTYPES, TensorType
+from llmc.plugins.linear import dequantize, groups, quantize_x
 from llmc.plugins.operator import Operator, StepContext
 from llmc.plugins.pointwise import evaluate, used_inputs
 
@@ -23,7 +23,8 @@ class Attrs:
 
     `expr`: a formula as `pointwise` has it, of the result i0; with `gated` the weight of an expert holds N/2 gate rows,
     then N/2 up rows, and the formula is of gate i0 and up i1. `combine`: the results of a token, times its weights, are
-    added, by ascending expert. `all_reduce`: those sums are added over ranks.
+    added, by ascending expert. `all_reduce`: those sums are added over ranks. `group_start`: as in linear, of an INT4
+    weight.
     """
 
     bias: bool = False
@@ -33,18 +34,19 @@ class Attrs:
     expr: str = "i0"
     combine: bool = False
     all_reduce: bool = False
+    group_start: int = 0
 
 
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     """x f32[T,K] or f32[T,k,K] (a row for each expert), index i32[T,k], w [E,N,K], (w_scale f32[E,N]) (b f32[E,N])
     (weights f32[T,k] to combine) -> f32[T,k,N], f32[T,k,N/2] when gated, or f32[T,N] when combined. `index` is within
-    0..E-1.
+    0..E-1. After an INT4 weight come scales f16[E,N,G] and zero points u4[E,N,G], see linear.
     """
     if len(types) < 3 or types[0].dtype != "f32" or types[1].dtype != "i32" or [t.rank for t in types[1:3]] != [2, 3]:
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32, index i32[T,k] and w [E,N,K] first")
     x, index, w = types[:3]
-    if w.dtype not in ("f32", "bf16", "f8e4m3") or not all(isinstance(d, int) and d > 0 for d in w.shape):
-        raise ValueError(f"the weight is {w}; expected f32, bf16 or f8e4m3 of known size")
+    if w.dtype not in ("f32", "bf16", "f8e4m3", "u4") or not all(isinstance(d, int) and d > 0 for d in w.shape):
+        raise ValueError(f"the weight is {w}; expected f32, bf16, f8e4m3 or u4 of known size")
     if x.shape not in ((index.shape[0], w.shape[2]), (*index.shape, w.shape[2])):
         raise ValueError(f"{x} does not go with index {index} and weight {w}")
     quantized = w.dtype == "f8e4m3"
@@ -54,7 +56,12 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         )
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
+    if not 0 <= attrs.group_start < INT4_GROUP or (attrs.group_start and w.dtype != "u4"):
+        raise ValueError(f"group_start={attrs.group_start} is not within 0..{INT4_GROUP - 1}, or the weight is not u4")
     rest = [TensorType("f32", w.shape[:2])] * (quantized + attrs.bias)
+    if w.dtype == "u4":
+        by_group = (*w.shape[:2], groups(int(w.shape[2]), attrs.group_start))
+        rest = [TensorType("f16", by_group), TensorType("u4", by_group), *rest]
     rest += [TensorType("f32", index.shape)] * attrs.combine
     if list(types[3:]) != rest:
         raise ValueError(f"after w come {', '.join(map(str, types[3:]))}; expected {', '.join(map(str, rest))}")
@@ -88,6 +95,8 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
         if attrs.x_per_token or attrs.x_scale is not None:
             rows, x_scale = quantize_x(rows, attrs.x_scale)
         scale = rest.pop(0)
+    if w.dtype == NUMPY_DTYPES["u4"]:
+        w = dequantize(w, rest.pop(0), rest.pop(0), attrs.group_start)
     bias = rest.pop(0) if attrs.bias else None
     y = np.zeros((len(rows), w.shape[1]), np.float32)
     for expert in np.unique(index):

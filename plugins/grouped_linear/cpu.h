@@ -28,14 +28,14 @@ inline void sort_pairs(const int32_t* index, int pairs, int experts, int32_t* fi
 }
 
 template <class F, class X, class Formula, bool Gated, bool Bias, bool Combine>
-struct Kernel {
+struct Kernel : Columns<F, X> {
+  using Columns<F, X>::k, Columns<F, X>::prepare, Columns<F, X>::width;
   const Ctx& c;
-  int tid, k, n, experts, slots;
-  X prepare;
+  int tid, n, experts, slots;
   const float* x;
   int64_t x_token, x_slot;
   const int32_t* index;
-  const typename F::T* w;
+  typename F::Weight w;
   const float *w_scale, *bias, *weights;
   float* y;
   int pairs = 0;
@@ -45,7 +45,7 @@ struct Kernel {
   int columns() const { return Gated ? n / 2 : n; }
   int panels() const { return (n + kPanel - 1) / kPanel; }
   float* own() const { return reinterpret_cast<float*>(c.scratch(tid)); }
-  const typename F::T* panel(int e, int p) const { return w + (int64_t(e) * panels() + p) * kPanel * k; }
+  typename F::Weight panel(int e, int p) const { return Columns<F, X>::panel(w, int64_t(e) * panels() + p); }
   int rows(int e) const { return first[e + 1] - first[e]; }
   // Rows of an expert that are few are multiplied straight from the packed bytes, as linear does.
   bool few(int e) const { return pairs <= kFewPairs || rows(e) <= kMaxPackedRows; }
@@ -67,7 +67,7 @@ struct Kernel {
   // All threads together: x to tiles in the shared scratch, expert by expert, followed by each row's factor.
   void pack() {
     float* to = reinterpret_cast<float*>(c.scratch());
-    float* factors = to + int64_t(pairs) * k;
+    float* factors = to + int64_t(pairs) * width();
     const Share mine = share(pairs, tid, c.threads);
     for (int e = 0; e < experts; ++e) {
       if (first[e + 1] <= mine.first || first[e] >= mine.last) continue;
@@ -78,7 +78,7 @@ struct Kernel {
           if (top + r < mine.first || top + r >= mine.last) continue;
           const int pair = order[top + r];
           const float* row = x + pair / slots * x_token + pair % slots * x_slot;
-          const float scale = prepare(row, k, to + int64_t(top) * k + r, size);
+          const float scale = prepare(row, k, to + int64_t(top) * width() + r, size);
           factors[top + r] = X::kScaled ? scale * kXFactorRest : scale;
         }
       }
@@ -110,7 +110,7 @@ struct Kernel {
     for (int tile = 0; tile < all.count; ++tile) {
       const int top = first[e] + all.first(tile), size = all.size(tile);
       with_rows<kMaxPackedTile>(size, [&](auto r) {
-        packed_tile<F, decltype(r)::value>(panel(e, p), k, packed_x + int64_t(top) * k, acc, half);
+        packed_tile<F, decltype(r)::value>(panel(e, p), F::steps(k), packed_x + int64_t(top) * width(), acc, half);
       });
       finish(e, p, half, top, size, acc);
     }
@@ -118,22 +118,11 @@ struct Kernel {
 
   void multiply_many(int e, int p) const {
     const Tiles all = tiles(e);
-    float *pieces = own(), *acc = pieces + kBlock * kPanel;
+    float *pieces = own(), *acc = pieces + kRows<F> * kPanel;
+    const float* rows_at = packed_x + int64_t(first[e]) * width();
     for (int from = 0; from < all.count; from += kMaxChunkTiles) {
       const int to = std::min(from + kMaxChunkTiles, all.count), top = all.first(from);
-      for (int k0 = 0; k0 < k; k0 += kBlock) {
-        const int k_count = std::min(kBlock, k - k0);
-        unpack<F>(panel(e, p) + int64_t(k0) * kPanel, k_count, pieces, std::make_index_sequence<kVecs>());
-        for (int piece = 0; piece < kPanel / kPiece; ++piece)
-          for (int tile = from; tile < to; ++tile) {
-            const int at = all.first(tile), size = all.size(tile);
-            const float* rows_at = packed_x + int64_t(first[e] + at) * k + int64_t(k0) * size;
-            float* sums = acc + (at - top) * kPanel + piece * kPiece;
-            with_rows<kMaxTile>(size, [&](auto r) {
-              unpacked_tile<decltype(r)::value>(pieces + piece * kBlock * kPiece, k_count, rows_at, sums, k0 == 0);
-            });
-          }
-      }
+      this->many(panel(e, p), pieces, {all, from, to, rows_at, acc});
       finish(e, p, -1, first[e] + top, all.first(to) - top, acc);
     }
   }
@@ -186,11 +175,11 @@ struct Kernel {
 template <int K, int N, int E, int Slots, class F, class X, class Formula, bool Gated, bool Bias, bool Combine,
           bool AllReduce>
 void grouped_linear(const Ctx& c, int tid, int64_t tokens, const float* x, int64_t x_token, int64_t x_slot,
-                    const int32_t* index, X prepare, const typename F::T* w, const float* w_scale, const float* bias,
+                    const int32_t* index, X prepare, typename F::Weight w, const float* w_scale, const float* bias,
                     const float* weights, float* y) {
   float* to = AllReduce ? c.comm->slot(c.comm->rank) : y;
-  grp::Kernel<F, X, Formula, Gated, Bias, Combine>{c,     tid, K, N,       E,    Slots,   prepare, x, x_token,
-                                                   x_slot, index, w, w_scale, bias, weights, to}
+  grp::Kernel<F, X, Formula, Gated, Bias, Combine>{
+      {K, prepare}, c, tid, N, E, Slots, x, x_token, x_slot, index, w, w_scale, bias, weights, to}
       .run(tokens);
   if constexpr (AllReduce) rank_all_reduce(*c.comm, tid, c.threads, [&] { c.barrier(tid); }, y, tokens, N);
 }

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.grouped_linear import Attrs
-from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS, input_kind
+from llmc.plugins.linear import groups
+from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS, input_kind, int4_weight
 from llmc.plugins.pointwise.cpu import formula_struct
 
 
@@ -25,6 +26,12 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     most = env.bounds(index.shape[0])[1]
     quantized = w.dtype == "f8e4m3"
     kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
+    weight: Arg = Pointer("in", 2)
+    width, packed = k, (2,)
+    if w.dtype == "u4":
+        kind, x_prepared = "Grouped", f"llmc::lin::Grouped{{{attrs.group_start}}}"
+        weight, packed = int4_weight(2, attrs.group_start), (2, 3, 4)
+        width += groups(k, attrs.group_start)
     struct, prelude = formula_struct(attrs.expr, 1 + attrs.gated)
     flags = ", ".join("true" if f else "false" for f in (attrs.gated, attrs.bias, attrs.combine, attrs.all_reduce))
     null = Literal("nullptr")
@@ -36,9 +43,9 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         Literal("0" if one_row else str(k)),
         Pointer("in", 1),
         Literal(x_prepared),
-        Pointer("in", 2),
+        weight,
         Pointer("in", 3) if quantized else null,
-        Pointer("in", 3 + quantized) if attrs.bias else null,
+        Pointer("in", len(inputs) - 1 - attrs.combine) if attrs.bias else null,
         Pointer("in", len(inputs) - 1) if attrs.combine else null,
         Pointer("out", 0),
     )
@@ -48,8 +55,10 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         f"{struct}, {flags}>",
         args=args,
         prelude=prelude,
-        packing={2: f"panels{'_gated' * attrs.gated}({{}}, {PANEL})"},
+        packing=dict.fromkeys(packed, f"panels{'_gated' * attrs.gated}({{}}, {PANEL})"),
         strided=frozenset({Pointer("in", 0)} if one_row else ()),
-        scratch=Scratch(shared=4 * most * slots * (k + 1), per_thread=4 * (THREAD_FLOATS + experts + 1 + most * slots)),
+        scratch=Scratch(
+            shared=4 * most * slots * (width + 1), per_thread=4 * (THREAD_FLOATS + experts + 1 + most * slots)
+        ),
         sums_ranks=4 * n if attrs.all_reduce else 0,
     )

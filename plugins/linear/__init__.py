@@ -103,11 +103,11 @@ def groups(columns: int, start: int = 0) -> int:
 
 
 def dequantize(w: np.ndarray, scale: np.ndarray, zero: np.ndarray, start: int = 0) -> np.ndarray:
-    """f32[N,K]: (w - zero) * scale of an INT4 weight u4[N,K] with scales [N,G] and zero points u4[N,G]; exact where the
-    scales are f16.
+    """f32[N,K]: (w - zero) * scale of an INT4 weight u4[N,K] with scales [N,G] and zero points u4[N,G], or of a stack
+    of such; exact where the scales are f16.
     """
-    group = (start + np.arange(w.shape[1])) // INT4_GROUP
-    return (w.astype(np.float32) - zero.astype(np.float32)[:, group]) * scale.astype(np.float32)[:, group]
+    group = (start + np.arange(w.shape[-1])) // INT4_GROUP
+    return (w.astype(np.float32) - zero.astype(np.float32)[..., group]) * scale.astype(np.float32)[..., group]
 
 
 def quantize_x(x: np.ndarray, x_scale: float | None) -> tuple[np.ndarray, np.ndarray]:

@@ -83,13 +83,87 @@ struct Finish {
   }
 };
 
+// Some tiles of prepared rows x, and the sums of their rows.
+struct Chunk {
+  const Tiles& tiles;
+  int from, to;
+  const float* x;
+  float* acc;
+};
+
+// How k columns of a weight are multiplied with prepared rows: where a row's next begins, and many rows against a panel that
+// is unpacked to floats.
+template <class F, class X>
+struct Columns {
+  int k;
+  X prepare;
+
+  // Floats of a prepared row.
+  int width() const {
+    if constexpr (F::kGrouped)
+      return prepare.width(k);
+    else
+      return F::steps(k);
+  }
+  typename F::Weight panel(typename F::Weight w, int64_t p) const {
+    if constexpr (F::kGrouped)
+      return w.panel(p, k);
+    else
+      return w + p * F::steps(k) * F::kRow;
+  }
+
+  // The sums of the chunk; `pieces` is room for what is unpacked at once.
+  void many(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
+    if constexpr (F::kGrouped)
+      by_groups(panel, pieces, chunk);
+    else
+      by_blocks(panel, pieces, chunk);
+  }
+
+  void by_blocks(const typename F::T* panel, float* pieces, const Chunk& chunk) const {
+    for (int at = 0; at < F::steps(k); at += kBlock) {
+      const int count = std::min(kBlock, F::steps(k) - at);
+      unpack<F>(panel + int64_t(at) * F::kRow, count, pieces, std::make_index_sequence<kVecs>());
+      multiply<false>(pieces, at, count, chunk);
+    }
+  }
+
+  // A group at a time, its zero points as one more row.
+  void by_groups(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
+    constexpr auto vecs = std::make_index_sequence<kVecs>();
+    alignas(64) float scale[kPanel];
+    for (int k0 = 0, group = 0, count; k0 < k; k0 += count, ++group) {
+      count = group_size(k0, k, panel.start);
+      unpack<F>(panel.bytes + int64_t(k0) * F::kRow, count, pieces, vecs);
+      unpack<F>(panel.zero + group * F::kRow, 1, pieces + count * kPiece, vecs);
+      unpack_scale<F>(panel.scale + group * kPanel, scale, vecs);
+      multiply<true>(pieces, k0 + group, count + 1, chunk, scale);
+    }
+  }
+
+  // The sums of the chunk += x from step k0 on times `count` unpacked rows.
+  template <bool Scaled>
+  void multiply(const float* pieces, int k0, int count, const Chunk& chunk, const float* scale = nullptr) const {
+    for (int piece = 0; piece < kPanel / kPiece; ++piece)
+      for (int tile = chunk.from; tile < chunk.to; ++tile) {
+        const int first = chunk.tiles.first(tile), size = chunk.tiles.size(tile);
+        const float* at = chunk.x + int64_t(first) * width() + int64_t(k0) * size;
+        float* sums = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + piece * kPiece;
+        with_rows<kMaxTile>(size, [&](auto r) {
+          unpacked_tile<decltype(r)::value, Scaled, typename F::Sums>(
+              pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0, Scaled ? scale + piece * kPiece : nullptr);
+        });
+      }
+  }
+};
+
 // What of linear<...> differs by kind, not by size, so that one copy of the loops serves all layers of a kind.
 template <class F, class X, class Act, bool Gated, bool Bias>
-struct Kernel {
+struct Kernel : Columns<F, X> {
+  using Columns<F, X>::k, Columns<F, X>::prepare, Columns<F, X>::width;
   using Done = Finish<typename F::Sums, Act, Gated, X::kScaled, Bias>;
   const Ctx& c;
-  int tid, k, n;
-  X prepare;
+  int tid, n;
   const float* x;
   int64_t x_stride;
   typename F::Weight w;
@@ -104,19 +178,7 @@ struct Kernel {
     else
       return scale;
   }
-  // Floats of a prepared row.
-  int width() const {
-    if constexpr (F::kGrouped)
-      return prepare.width(k);
-    else
-      return F::steps(k);
-  }
-  typename F::Weight panel(int p) const {
-    if constexpr (F::kGrouped)
-      return w.panel(p, k);
-    else
-      return w + int64_t(p) * F::steps(k) * F::kRow;
-  }
+  typename F::Weight panel(int p) const { return Columns<F, X>::panel(w, p); }
 
   // Every thread prepares the row for itself: cheaper than a meeting.
   void one_row() const {
@@ -190,59 +252,11 @@ struct Kernel {
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
       const int from = run_start(tiles.count, chunks, chunk), to = run_start(tiles.count, chunks, chunk + 1);
-      const Chunk some{tiles, from, to, packed_x, acc};
-      if constexpr (F::kGrouped)
-        by_groups(panel(p), pieces, some);
-      else
-        by_blocks(panel(p), pieces, some);
+      this->many(panel(p), pieces, {tiles, from, to, packed_x, acc});
       const Done done(p, n, w_scale, bias);
       const int top = tiles.first(from);
       for (int r = top; r < tiles.first(to); ++r) done(acc + (r - top) * kPanel, scales[r], y + r * y_stride, -1);
     }
-  }
-
-  // Some tiles of x, and the sums of their rows.
-  struct Chunk {
-    const Tiles& tiles;
-    int from, to;
-    const float* x;
-    float* acc;
-  };
-
-  void by_blocks(const typename F::T* panel, float* pieces, const Chunk& chunk) const {
-    for (int at = 0; at < F::steps(k); at += kBlock) {
-      const int count = std::min(kBlock, F::steps(k) - at);
-      unpack<F>(panel + int64_t(at) * F::kRow, count, pieces, std::make_index_sequence<kVecs>());
-      multiply<false>(pieces, at, count, chunk);
-    }
-  }
-
-  // A group at a time, its zero points as one more row.
-  void by_groups(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
-    constexpr auto vecs = std::make_index_sequence<kVecs>();
-    alignas(64) float scale[kPanel];
-    for (int k0 = 0, group = 0, count; k0 < k; k0 += count, ++group) {
-      count = group_size(k0, k, panel.start);
-      unpack<F>(panel.bytes + int64_t(k0) * F::kRow, count, pieces, vecs);
-      unpack<F>(panel.zero + group * F::kRow, 1, pieces + count * kPiece, vecs);
-      unpack_scale<F>(panel.scale + group * kPanel, scale, vecs);
-      multiply<true>(pieces, k0 + group, count + 1, chunk, scale);
-    }
-  }
-
-  // The sums of the chunk += x from step k0 on times `count` unpacked rows.
-  template <bool Scaled>
-  void multiply(const float* pieces, int k0, int count, const Chunk& chunk, const float* scale = nullptr) const {
-    for (int piece = 0; piece < kPanel / kPiece; ++piece)
-      for (int tile = chunk.from; tile < chunk.to; ++tile) {
-        const int first = chunk.tiles.first(tile), size = chunk.tiles.size(tile);
-        const float* at = chunk.x + int64_t(first) * width() + int64_t(k0) * size;
-        float* sums = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + piece * kPiece;
-        with_rows<kMaxTile>(size, [&](auto r) {
-          unpacked_tile<decltype(r)::value, Scaled, typename F::Sums>(pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0,
-                                                    Scaled ? scale + piece * kPiece : nullptr);
-        });
-      }
   }
 
   template <int64_t Min, int64_t Max>
@@ -264,11 +278,11 @@ template <int K, int N, int64_t Min, int64_t Max, class F, class X, class Act, b
 void linear(const Ctx& c, int tid, int64_t rows, const float* x, int64_t x_stride, X prepare, typename F::Weight w,
             const float* w_scale, const float* bias, float* y, int64_t y_stride) {
   if constexpr (!AllReduce) {
-    lin::Kernel<F, X, Act, Gated, Bias>{c, tid, K, N, prepare, x, x_stride, w, w_scale, bias, y, y_stride}
+    lin::Kernel<F, X, Act, Gated, Bias>{{K, prepare}, c, tid, N, x, x_stride, w, w_scale, bias, y, y_stride}
         .template run<Min, Max>(rows);
   } else {
     float* partial = c.comm->slot(c.comm->rank);
-    lin::Kernel<F, X, Act, Gated, false>{c, tid, K, N, prepare, x, x_stride, w, w_scale, nullptr, partial, N}
+    lin::Kernel<F, X, Act, Gated, false>{{K, prepare}, c, tid, N, x, x_stride, w, w_scale, nullptr, partial, N}
         .template run<Min, Max>(rows);
     rank_all_reduce(*c.comm, tid, c.threads, [&] { c.barrier(tid); }, y, rows, N, Bias ? bias : nullptr);
   }

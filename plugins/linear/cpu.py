@@ -25,6 +25,12 @@ def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[st
     return kind, f"llmc::lin::{kind}{{{_number(x_scale)}}}"
 
 
+def int4_weight(at: int, group_start: int) -> Call:
+    """An INT4 weight, its scales and zero points, which are inputs from `at` on."""
+    parts = (Pointer("in", at), Pointer("in", at + 1), Pointer("in", at + 2), Literal(str(group_start)))
+    return Call("llmc::lin::Int4Weight", parts)
+
+
 def _number(scale: float | None) -> str:
     return "" if scale is None else f"{float(np.float32(scale)).hex()}f"
 
@@ -56,10 +62,7 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     kind, x_prepared, width = _input(attrs, w)
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
     null = Literal("nullptr")
-    weight: Arg = Pointer("in", 1)
-    if grouped:
-        parts = (Pointer("in", 1), Pointer("in", 2), Pointer("in", 3), Literal(str(attrs.group_start)))
-        weight = Call("llmc::lin::Int4Weight", parts)
+    weight = int4_weight(1, attrs.group_start) if grouped else Pointer("in", 1)
     args: tuple[Arg, ...] = (
         Product((x.shape[0],)),
         Pointer("in", 0),

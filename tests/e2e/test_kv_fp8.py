@@ -73,9 +73,7 @@ def test_a_checkpoint_that_brings_scales_keeps_them(tmp_path: Path) -> None:
         flow.build(folder, tmp_path / "b.plan", kv_dtype="fp8", calib=tmp_path / "text.txt", evaluate=False)
 
 
-def test_what_cannot_be_is_refused_with_a_remedy(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_with_a_remedy(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"--kv-cache-dtype int8: is not one of auto, fp32, .*fp8"):
         flow.build(model, tmp_path / "a.plan", kv_dtype="int8")
     with pytest.raises(UsageError, match=r"--calib t\.json: a table has ranges of linear layers"):

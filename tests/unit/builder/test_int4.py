@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
-from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.ir import Graph, parse_graph
 from llmc.builder.operators import ALL, attrs_of
 from llmc.builder.passes.quantize import Precision, quantize
@@ -19,9 +19,13 @@ from llmc.builder.weights.evaluation import evaluate, infer
 from llmc.builder.weights.int4 import int4_scale, int4_zero, quantize_int4
 from llmc.builder.weights.recipe import Recipe, parse
 from llmc.plugins.linear import dequantize
+from llmc.tiny import VOCAB
+from llmc.tiny_model import random_model
 from tests.models import tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
+_SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "head_dim": 16, "intermediate_size": 88, "max_position_embeddings": 256}  # fmt: skip
 TEXT = "int4(load('w'), int4_scale(load('w')), int4_zero(load('w')))"
 
 
@@ -114,16 +118,36 @@ def test_linears_get_numbers_scales_and_zero_points() -> None:
     assert report.matched == 3
 
 
-def test_experts_are_refused_by_name() -> None:
+def test_experts_get_the_same_by_matrix() -> None:
     before = graph_of("""
-        %e: f32[64,16] = param() {recipe="load('embed')"}
-        %w: f32[4,16,16] = param() {recipe="load('experts')"}
+        %e: f32[64,200] = param() {recipe="load('embed')"}
+        %w: f32[4,16,200] = param() {recipe="load('experts')"}
         %i: i32[T,2] = input() {name='index'}
-        %x: f32[T,16] = embedding(%ids, %e) @embed
+        %x: f32[T,200] = embedding(%ids, %e) @embed
         %y: f32[T,2,16] = grouped_linear(%x, %i, %w) {bias=False} @layers.0.experts
         return %y""")
-    with pytest.raises(UnsupportedError, match=r"grouped_linear @layers\.0\.experts: INT4 .* --dtype bf16"):
-        quantize(before, Precision("int4"))
+    after, _ = quantize(before, Precision("int4"))
+    after.validate(ALL)
+    types, node = after.types(), next(node for node in after if node.op == "grouped_linear")
+    assert [str(types[name]) for name in node.inputs[2:]] == ["u4[4,16,200]", "f16[4,16,2]", "u4[4,16,2]"]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_shards_of_experts_compute_what_the_whole_does(tp: int) -> None:
+    """Of 200 columns between an expert's matrices a rank's first group is whole, or partly on another rank."""
+    shape = {"hidden_size": 64, "moe_intermediate_size": 200, "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("qwen3_moe", **_SIZES, **shape)
+    traced = trace_model(config)
+    params = params_of(model_tensors(random_model(config, 0), traced.buffers))
+    verifier = Verifier(params)
+    result = run(traced.graph, CompileOptions(precision="int4", tp=tp, verifier=verifier))
+    experts = [[node for node in graph if node.op == "grouped_linear"] for graph in result.graphs]
+    assert all(
+        graph.types()[n.inputs[2]].dtype == "u4" for graph, ns in zip(result.graphs, experts, strict=True) for n in ns
+    )
+    deviations = dict(verifier.deviations)
+    assert tp == 1 or deviations["shard"] < 1e-5
+    assert {n.attrs.group_start for nodes in experts for n in nodes} == {1: {0}, 2: {0}, 3: {0, 64}}[tp]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])

@@ -21,6 +21,7 @@ from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.grouped_linear import Attrs, infer, reference
 from llmc.plugins.grouped_linear.cpu import launch
+from llmc.plugins.linear import groups
 from llmc.plugins.operator import StepContext
 from tests.unit.plugins.compiled import ISAS, aligned
 from tests.unit.plugins.harness import Library
@@ -51,10 +52,12 @@ class Case:
     def types(self) -> list[TensorType]:
         x = ("T", self.slots, self.k) if self.per_slot else ("T", self.k)
         vectors = (self.dtype == "f8e4m3") + self.values.bias
+        by_group = (self.experts, self.n, groups(self.k, self.values.group_start))
         return [
             TensorType("f32", x),
             TensorType("i32", ("T", self.slots)),
             TensorType(self.dtype, (self.experts, self.n, self.k)),
+            *[TensorType(kind, by_group) for kind in ("f16", "u4") if self.dtype == "u4"],
             *[TensorType("f32", (self.experts, self.n))] * vectors,
             *[TensorType("f32", ("T", self.slots))] * self.values.combine,
         ]
@@ -73,6 +76,9 @@ CASES = [
     Case(70, 64, 6, 2, "f8e4m3", True, {"combine": True, "bias": True}),
     Case(70, 64, 6, 2, "f8e4m3", True, {"x_per_token": True, "combine": True, "bias": True}),
     Case(300, 130, 3, 2, "f8e4m3", True, {"x_scale": 0.02, "combine": True}),
+    Case(300, 2 * 45, 5, 2, "u4", attrs={"gated": True, "expr": SWIGLU}),
+    Case(70, 96, 4, 3, "u4", attrs={"bias": True, "expr": "square(relu(i0))"}),
+    Case(200, 72, 7, 2, "u4", True, {"combine": True, "bias": True, "group_start": 100}),
     Case(70, 40, 4, 2, "f32", True, {"combine": True, "all_reduce": True}),
 ]
 REDUCED = len(CASES) - 1
@@ -80,18 +86,27 @@ REDUCED = len(CASES) - 1
 
 @cache
 def library(isa: str) -> Library:
-    types = [{Pointer("in", 1): "i32", Pointer("in", 2): case.dtype} for case in CASES]
+    types = [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types()[:5])} for case in CASES]
     return Library([case.call() for case in CASES], isa, types)
 
 
 @cache
-def weights(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The stacked weights, the same in panels, and the vectors that follow them."""
-    rng = np.random.default_rng(case.k)
-    w = (rng.standard_normal((case.experts, case.n, case.k)) / np.sqrt(case.k)).astype(NUMPY_DTYPES[case.dtype])
-    packed = apply(parse(case.call().packing[2].format("load('w')")), [w])
+def weights(case: Case) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """The stacked weights (of INT4 with scales and zero points), the same in panels, the vectors that follow them."""
+    rng, shape = np.random.default_rng(case.k), (case.experts, case.n, case.k)
+    if case.dtype == "u4":
+        numbers, (scale, zero) = rng.integers(0, 16, shape), (t.shape for t in case.types()[3:5])
+        w = [
+            numbers.astype(NUMPY_DTYPES["u4"]),
+            (rng.random(scale) / np.sqrt(case.k) / 4).astype(np.float16),
+            rng.integers(0, 16, zero).astype(NUMPY_DTYPES["u4"]),
+        ]
+    else:
+        w = [(rng.standard_normal(shape) / np.sqrt(case.k)).astype(NUMPY_DTYPES[case.dtype])]
+    packing = case.call().packing
+    packed = [aligned(apply(parse(packing[2 + i].format("load('w')")), [part])) for i, part in enumerate(w)]
     vectors = (case.dtype == "f8e4m3") + case.values.bias
-    return w, aligned(packed), [aligned(rng.random((case.experts, case.n), np.float32) - 0.3) for _ in range(vectors)]
+    return w, packed, [aligned(rng.random((case.experts, case.n), np.float32) - 0.3) for _ in range(vectors)]
 
 
 def inputs(case: Case, index: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -107,7 +122,7 @@ def run(isa: str, number: int, x: np.ndarray, index: np.ndarray, mix: list[np.nd
     (kind,) = infer(case.values, case.types())
     y = np.full((len(x), *kind.shape[1:]), np.nan, np.float32)
     library(isa).run(
-        number, [x, np.ascontiguousarray(index, np.int32), packed, *vectors, *mix], [y], threads, tokens=len(x)
+        number, [x, np.ascontiguousarray(index, np.int32), *packed, *vectors, *mix], [y], threads, tokens=len(x)
     )
     return y
 
@@ -137,7 +152,7 @@ def test_matches_the_reference_and_each_token_alone(
     x, mix = inputs(case, index, rng)
     y = run(isa, number, x, index, mix, threads)
     w, _, vectors = weights(case)
-    (expected,) = reference(CONTEXT, case.values, [x, index, w, *vectors, *mix])
+    (expected,) = reference(CONTEXT, case.values, [x, index, *w, *vectors, *mix])
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
     for token in {0, tokens - 1, int(rng.integers(tokens))}:
         one = slice(token, token + 1)
@@ -169,7 +184,7 @@ def test_sums_over_ranks(tokens: int) -> None:
 
     def rank(number: int) -> None:
         library(ISAS[-1]).run(
-            REDUCED, [halves[number], index, packed, *vectors, mix], [ys[number]], threads=2, tokens=tokens,
+            REDUCED, [halves[number], index, *packed, *vectors, mix], [ys[number]], threads=2, tokens=tokens,
             comm=comm.ctypes.data, slot=slot, rank_number=number, tp=2,
         )  # fmt: skip
 
@@ -178,7 +193,7 @@ def test_sums_over_ranks(tokens: int) -> None:
         thread.start()
     for thread in ranks:
         thread.join()
-    first, second = (reference(CONTEXT, case.values, [x, index, w, *vectors, mix])[0] for x in halves)
+    first, second = (reference(CONTEXT, case.values, [x, index, *w, *vectors, mix])[0] for x in halves)
     np.testing.assert_allclose(ys[0], first + second, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(ys[0], ys[1])
 
