@@ -80,12 +80,16 @@ class Precision:
             return {}
         return {entry.weight: entry for entry in self.own.linears.values()}
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the table has rounded weights."""
+        return self.table is not None and self.table.rounded is not None
+
     def head_unrounded(self, path: str) -> bool:
         """Whether an output head is bf16: by choice, or because the calibration could not round it; rounding it to
         nearest costs too much.
         """
-        calibrated = self.table is not None and self.table.rounded is not None
-        return self.lm_head == "bf16" or (calibrated and self.ranges(path) is None)
+        return self.lm_head == "bf16" or (self.calibrated and self.ranges(path) is None)
 
     def ranges(self, path: str) -> Ranges | None:
         """What the table says of a module."""
@@ -103,6 +107,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     heads, routers, stored = head_linears(view), router_linears(view), precision.stored
     matched, own = 0, 0
     notes += [f"{len(routers)} linear layers that experts are chosen by stay float32"] if routers else []
+    notes += _to_nearest(graph, precision)
     for node in graph:
         if node.op not in _WEIGHT or node.outputs[0] in routers:
             continue
@@ -120,23 +125,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             )
             matched, own = matched + 1, own + (kept is not None)
             continue
-        ranges = precision.ranges(node.path)
-        chosen = ranges is not None and ranges.choice is not None and ranges.choice.kept
-        head = node.out in heads
-        unrounded = head and precision.head_unrounded(node.path)
-        if unrounded and precision.lm_head != "bf16":
-            notes.append(
-                f"{node.op} @{node.path}: the calibration has rounded no output head of this path: it stays bf16"
-            )
-        if precision.name == "bf16" or node.op in _ALWAYS_BF16 or unrounded or chosen:
-            edit.swap(node, _bf16(view, edit, node))
-        elif head:
-            edit.swap(node, _by_row(view, edit, node, precision, "fp8", "none"))
-        elif precision.name == "int4":
-            edit.swap(node, _int4(view, edit, node, precision))
-        else:
-            activations = precision.activations if precision.name == "fp8" else "token"
-            edit.swap(node, _by_row(view, edit, node, precision, precision.name, activations))
+        edit.swap(node, _node(view, edit, node, precision, node.out in heads, notes))
         matched += 1
     if own:
         notes.append(
@@ -145,6 +134,31 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
         )
     after = edit.finish()
     return after, report("quantize", graph, after, matched, notes=notes)
+
+
+def _node(view: View, edit: Edit, node: Node, precision: Precision, head: bool, notes: list[str]) -> Node:
+    """The node with a weight in this precision; `head`: it is an output head."""
+    ranges = precision.ranges(node.path)
+    chosen = ranges is not None and ranges.choice is not None and ranges.choice.kept
+    unrounded = head and precision.head_unrounded(node.path)
+    if unrounded and precision.lm_head != "bf16":
+        notes.append(f"{node.op} @{node.path}: the calibration has rounded no output head of this path: it stays bf16")
+    if precision.name == "bf16" or node.op in _ALWAYS_BF16 or unrounded or chosen:
+        return _bf16(view, edit, node)
+    if head:
+        return _by_row(view, edit, node, precision, "fp8", "none")
+    if precision.name == "int4":
+        return _int4(view, edit, node, precision)
+    activations = precision.activations if precision.name == "fp8" else "token"
+    return _by_row(view, edit, node, precision, precision.name, activations)
+
+
+def _to_nearest(graph: Graph, precision: Precision) -> list[str]:
+    """What is said of experts, whose stacked matrices no calibration rounds."""
+    paths = [n.path for n in graph if n.op == "grouped_linear" and precision.ranges(n.path) is None]
+    if not paths or not precision.calibrated or precision.stored:
+        return []
+    return [f"{len(paths)} stacks of experts are rounded to nearest by their ranges: calibration rounds linear layers"]
 
 
 def head_linears(view: View) -> set[str]:
@@ -250,7 +264,11 @@ def _quantized(view: View, edit: Edit, node: Node, made: Sequence[Node], x: _Inp
     """The node with a weight and its scales, `made` as parameters."""
     attrs: dict[str, object] = vars(node.attrs) | {"x_per_token": x.per_token, "x_scale": x.scale}
     if made[0].type.dtype == "i8":
-        _require_linear(node, "INT8")
+        if node.op != "linear":
+            raise UnsupportedError(
+                f"{node.op} @{node.path}: INT8 weights of experts are not supported; build with --fp8, --int4 or "
+                "--dtype bf16"
+            )
         attrs["x_factors"] = x.factors is not None
         made = [*made, x.factors] if x.factors else made
     at = _WEIGHT[node.op]
@@ -258,14 +276,6 @@ def _quantized(view: View, edit: Edit, node: Node, made: Sequence[Node], x: _Inp
     inputs = [*before, *(param.out for param in made), *after]
     types = [*(view.types[n] for n in before), *(param.type for param in made), *(view.types[n] for n in after)]
     return edit.make(node.op, inputs, types, attrs, like=node, outputs=node.outputs)
-
-
-def _require_linear(node: Node, what: str) -> None:
-    """Raises UnsupportedError for experts."""
-    if node.op != "linear":
-        raise UnsupportedError(
-            f"{node.op} @{node.path}: {what} weights of experts are not supported; build with --fp8 or --dtype bf16"
-        )
 
 
 def _kept(stored: Mapping[str, StoredLinear], node: Node, recipe: Recipe, precision: str) -> Kept | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import llmc
+from llmc.artifacts.plan import Plan
 from llmc.runtime.selftest import Probe
 from llmc.tiny import tiny_config
 from llmc.tiny_model import random_model, save_tiny
@@ -48,3 +50,16 @@ def test_two_uneven_ranks_match_hugging_face(tmp_path: Path) -> None:
     cosine, same = cosines(tmp_path, "mixtral", precision="fp32", tp=2)
     assert cosine.min() >= 0.9999
     assert same
+
+
+def test_int4_experts_are_near_hugging_face(tmp_path: Path) -> None:
+    """On two ranks, of which the second begins within a group of 128 columns."""
+    cosine, _ = cosines(tmp_path, "mixtral", precision="int4", tp=2)
+    plan = Plan.open(tmp_path / "engine.plan")
+    graph = bytes(plan.section("graph/rank1.ir")).decode()
+    assert graph.count("grouped_linear(") == 4
+    assert "int4_zero(" in graph
+    assert re.search(r"grouped_linear\(.*group_start=[1-9]", graph)
+    notes = next(report.notes for report in plan.manifest.build.passes if report.name == "quantize")
+    assert any("4 stacks of experts are rounded to nearest" in note for note in notes)
+    assert cosine.min() >= 0.9
