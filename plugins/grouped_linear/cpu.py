@@ -27,10 +27,10 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     quantized = w.dtype == "f8e4m3"
     kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
     weight: Arg = Pointer("in", 2)
-    width, packed = k, (2,)
+    width, packed = k, [2]
     if w.dtype == "u4":
         kind, x_prepared = "Grouped", f"llmc::lin::Grouped{{{attrs.group_start}}}"
-        weight, packed = int4_weight(2, attrs.group_start), (2, 3, 4)
+        weight, packed = int4_weight(2, attrs.group_start), [2, 3, 4]
         width += groups(k, attrs.group_start)
     struct, prelude = formula_struct(attrs.expr, 1 + attrs.gated)
     flags = ", ".join("true" if f else "false" for f in (attrs.gated, attrs.bias, attrs.combine, attrs.all_reduce))
