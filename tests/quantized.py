@@ -37,9 +37,17 @@ def save_modelopt(folder: Path, family: str = "llama", **overrides: Any) -> Path
 
 
 def save_compressed(
-    folder: Path, family: str = "llama", *, strategy: str = "channel", dynamic: bool = True, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    strategy: str = "channel",
+    dynamic: bool = True,
+    number: str = "float",
+    **overrides: Any,
 ) -> Path:
-    """compressed-tensors' float-quantized format. Static activations get scales from the largest input of a batch."""
+    """compressed-tensors' float-quantized or (`number` int) int-quantized format. Static activations get scales from
+    the largest input of a batch.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -50,20 +58,21 @@ def save_compressed(
 
     model = _model(family, **overrides)
     largest = _largest_inputs(model)
-    shared: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    shared: dict[str, Any] = {"num_bits": 8, "type": number, "symmetric": True}
+    most = 448 if number == "float" else 127
     scheme = QuantizationScheme(
         targets=["Linear"],
         weights=QuantizationArgs(**shared, strategy=strategy, dynamic=False),
         input_activations=QuantizationArgs(**shared, strategy="token" if dynamic else "tensor", dynamic=dynamic),
     )
-    config = QuantizationConfig(config_groups={"linears": scheme}, ignore=["lm_head"], format="float-quantized")
+    config = QuantizationConfig(config_groups={"linears": scheme}, ignore=["lm_head"], format=f"{number}-quantized")
     apply_quantization_config(model, config)
     for name, module in model.named_modules():
         if hasattr(module, "weight_scale"):
             rows = module.weight.abs().amax(1, keepdim=True)
-            module.weight_scale.data.copy_((rows if strategy == "channel" else rows.max()) / 448)
+            module.weight_scale.data.copy_((rows if strategy == "channel" else rows.max()) / most)
             if not dynamic:
-                module.input_scale.data.fill_(largest[name] / 448)
+                module.input_scale.data.fill_(largest[name] / most)
     compressor = ModelCompressor(quantization_config=config)
     compressor.compress_model(model)
     model.save_pretrained(folder)

@@ -1,12 +1,12 @@
-"""A folder whose linear weights are FP8 already: ModelOpt, compressed-tensors, or fine-grained FP8.
+"""A folder whose linear weights are FP8 or INT8 already: ModelOpt, compressed-tensors, or fine-grained FP8.
 
 Comes in: the folder's `Source`, its quantization config. Goes out: a `Source` of the model as it was before (weights
-times their scales, float32), and `Quantization`, which says where the stored E4M3 bytes and scales are. Must not know:
+times their scales, float32), and `Quantization`, which says where the stored numbers and scales are. Must not know:
 graphs, recipes, what is built from it.
 
 Formats: `hf_quant_config.json` or `quantization_config` of method modelopt (algorithms FP8 and
-FP8_PER_CHANNEL_PER_TOKEN); method compressed-tensors with format float-quantized; method fp8 (DeepSeek-V3's: scales of
-square blocks, under `weight_scale_inv`).
+FP8_PER_CHANNEL_PER_TOKEN); method compressed-tensors with format float-quantized, or int-quantized where inputs are
+INT8 too; method fp8 (DeepSeek-V3's: scales of square blocks, under `weight_scale_inv`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredL
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale", "weight_shape")
 #: A scale of the cache: its layer, and whether it is that of keys or of values.
 _OF_CACHE = re.compile(r"\.(\d+)\.(?:.+\.)?([kv])_scale$")
-_FP8 = "f8e4m3"
+#: Precision that keeps a scheme's weights -> their dtype here, and in the file.
+_STORED = {"fp8": ("f8e4m3", "F8_E4M3"), "int8": ("i8", "I8")}
+#: compressed-tensors' layouts: the type of their numbers, and that precision.
+_LAYOUTS = {"float-quantized": ("float", "fp8"), "int-quantized": ("int", "int8")}
 _FINE_GRAINED = "fine-grained FP8"
 
 
@@ -66,8 +69,8 @@ def _block(where: str, key: str, value: Any) -> tuple[int, int]:
 def _unsupported(where: str, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: the weights are already quantized: {what} is not supported; ModelOpt FP8, compressed-tensors "
-        "float-quantized, fine-grained FP8, GPTQ and AWQ are. Build from the unquantized checkpoint, with --fp8 if you "
-        "like"
+        "float-quantized and int-quantized (W8A8), fine-grained FP8, GPTQ and AWQ are. Build from the unquantized "
+        "checkpoint, with --fp8 if you like"
     )
 
 
@@ -83,26 +86,33 @@ def _modelopt(where: str, quantization: Mapping[str, Any]) -> Scheme:
 def _compressed_tensors(where: str, declared: Mapping[str, Any]) -> Scheme:
     groups = list((declared.get("config_groups") or {}).values())
     layouts = {declared.get("format"), *(group.get("format") for group in groups)} - {None}
-    if layouts != {"float-quantized"} or not groups:
-        raise _unsupported(where, f"compressed-tensors format {', '.join(map(str, layouts)) or None}")
-    schemes = {_group(where, group) for group in groups}
+    layout = layouts.pop() if len(layouts) == 1 else None
+    if layout not in _LAYOUTS or not groups:
+        raise _unsupported(where, f"compressed-tensors format {declared.get('format')!r}")
+    schemes = {_group(where, group, *_LAYOUTS[layout]) for group in groups}
     if len(schemes) != 1:
         raise _unsupported(where, "compressed-tensors with several schemes in one model")
     return dataclasses.replace(schemes.pop(), kv=bool(declared.get("kv_cache_scheme")))
 
 
-def _group(where: str, group: Mapping[str, Any]) -> Scheme:
+def _group(where: str, group: Mapping[str, Any], number: str, precision: str) -> Scheme:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for part, what in ((weights, "weights"), (inputs or weights, "input_activations")):
-        if (part.get("type"), part.get("num_bits")) != ("float", 8) or part.get("symmetric") is False:
-            raise _unsupported(where, f"compressed-tensors {what} of {part.get('num_bits')} bits {part.get('type')}")
+        if (part.get("type"), part.get("num_bits")) != (number, 8) or part.get("symmetric") is False:
+            skewed = ", not symmetric" if part.get("symmetric") is False else ""
+            what = f"{what} of {part.get('num_bits')} bits {part.get('type')}{skewed}"
+            raise _unsupported(where, f"compressed-tensors {what}")
     strategy, block = weights.get("strategy", "tensor"), None
+    if precision == "int8" and (inputs is None or strategy == "block"):
+        raise _unsupported(
+            where, "compressed-tensors INT8 by blocks" if inputs else "compressed-tensors INT8 weights alone"
+        )
     if strategy == "block":
         block = _block(where, "block_structure", weights.get("block_structure"))
     elif strategy not in ("tensor", "channel"):
         raise _unsupported(where, f"compressed-tensors weight strategy {strategy!r}")
     activations = "none" if inputs is None else "token" if inputs.get("dynamic") else "static"
-    return Scheme("compressed-tensors FP8", activations, block)
+    return Scheme(f"compressed-tensors {precision.upper()}", activations, block, weights=precision)
 
 
 class QuantizedSource(Source):
@@ -112,11 +122,12 @@ class QuantizedSource(Source):
         self._inner, self._scheme = inner, scheme
         self.format, self.root, self.files, self.name = inner.format, inner.root, inner.files, inner.name
         stored = inner.tensors
-        self._scales = {name: self._scale_of(name) for name, info in stored.items() if info.dtype == _FP8}
+        self._dtype, self._called = _STORED[scheme.weights]
+        self._scales = {name: self._scale_of(name) for name, info in stored.items() if info.dtype == self._dtype}
         if not self._scales:
             raise CheckpointError(
-                f"{self.root}: is declared to be quantized ({scheme.name}), but none of its tensors is F8_E4M3; is "
-                "config.json that of another checkpoint?"
+                f"{self.root}: is declared to be quantized ({scheme.name}), but none of its tensors is {self._called}; "
+                "is config.json that of another checkpoint?"
             )
 
     @property
@@ -133,7 +144,7 @@ class QuantizedSource(Source):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """The parameters: quantized weights as float32, everything else as stored."""
         return {
-            name: TensorInfo("f32", info.shape) if info.dtype == _FP8 else info
+            name: TensorInfo("f32", info.shape) if info.dtype == self._dtype else info
             for name, info in self._inner.tensors.items()
             if name.rpartition(".")[2] not in _COMPANIONS
         }
@@ -155,14 +166,14 @@ class QuantizedSource(Source):
         return Quantization(self._scheme, linears, kv)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a parameter; of a quantized one E4M3 times scale, in float32."""
+        """Rows of a parameter; of a quantized one numbers times scale, in float32."""
         value = self._inner.read(name, start, stop)
         if name not in self._scales:
             return value
         return value.astype(np.float32) * self._row_scales(name, start, stop)
 
     def stored(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a quantized weight as stored, E4M3; or, by a scale's name, f32 scales of those rows."""
+        """Rows of a quantized weight as stored; or, by a scale's name, f32 scales of those rows."""
         owner = self._owners.get(name)
         if owner is None:
             return self._inner.read(name, start, stop)
@@ -184,8 +195,8 @@ class QuantizedSource(Source):
         scale = f"{name.rpartition('.')[0]}.{suffix}"
         if not name.endswith(".weight") or scale not in self._inner.tensors:
             raise CheckpointError(
-                f"{self.root}: tensor {name!r} is F8_E4M3 and has no scale {scale!r}: its values are unknown. A file "
-                "of the checkpoint is missing, or its config is another's"
+                f"{self.root}: tensor {name!r} is {self._called} and has no scale {scale!r}: its values are unknown. "
+                "A file of the checkpoint is missing, or its config is another's"
             )
         shape, have = self._inner.tensors[name].shape, self._inner.tensors[scale].shape
         block = self._scheme.block

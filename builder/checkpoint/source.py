@@ -36,8 +36,8 @@ class Texts:
 class Scheme:
     """`name` for people. `activations` static, token or (weights only) none. `block`: rows and columns that share a
     scale; None where a scale belongs to a row or to the whole weight. `kv` says that the cache was to be quantized.
-    `weights` fp8|int4: the precision that keeps them. Of INT4: columns of a `group` (-1: all), and `zero_offset`, what
-    stored zero points lack.
+    `weights` fp8|int8|int4: the precision that keeps them. Of INT4: columns of a `group` (-1: all), and `zero_offset`,
+    what stored zero points lack.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A module's weight as stored: the E4M3 tensor, its scales (f32[N] when read), the scale of its input (None: each
-    token's own). Of INT4: numbers u4[N,K], scales f16[N,G], zero points u4[N,G].
+    """A module's weight as stored: the E4M3 or INT8 tensor, its scales (f32[N] when read), the scale of its input
+    (None: each token's own). Of INT4: numbers u4[N,K], scales f16[N,G], zero points u4[N,G].
     """
 
     weight: str

@@ -25,23 +25,30 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("strategy", "dynamic"), [("channel", True), ("tensor", False)])
+@pytest.mark.parametrize("number", ["float", "int"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_compressed_tensors_answers_as_its_own_library(tmp_path: Path, strategy: str, dynamic: bool, tp: int) -> None:
+def test_compressed_tensors_answers_as_its_own_library(
+    tmp_path: Path, strategy: str, dynamic: bool, number: str, tp: int
+) -> None:
     """transformers runs the checkpoint with compressed-tensors' own quantization of weights and activations."""
     from transformers import AutoModelForCausalLM
 
-    folder = save_compressed(tmp_path / "fp8", strategy=strategy, dynamic=dynamic)
+    folder = save_compressed(tmp_path / "quantized", strategy=strategy, dynamic=dynamic, number=number)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         wanted = model(torch.tensor([IDS])).logits[0].float().numpy()
-    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=tp, evaluate=False)
+    report = flow.build(folder, tmp_path / "p.plan", tp=tp, evaluate=False)
     plan = Plan.open(report.plan)
     with Probe(plan) as probe:
         got = probe.logits(IDS)
     # Beside it: bf16 head and cache, and roundings of activations that fall on the other side, 1/16 away.
     assert cosine(wanted, got) > 0.995
-    assert plan.manifest.build.config["fp8_scales"] == "the checkpoint's (compressed-tensors FP8)"
-    assert plan.manifest.build.config["fp8_activations"] == ("token" if dynamic else "static")
+    name = {"float": "fp8", "int": "int8"}[number]
+    assert plan.manifest.build.precision == name
+    assert plan.manifest.build.config[f"{name}_scales"] == f"the checkpoint's (compressed-tensors {name.upper()})"
+    if number == "float":
+        assert plan.manifest.build.config["fp8_activations"] == ("token" if dynamic else "static")
+    assert f"x_per_token={dynamic}" in bytes(plan.section("graph/rank0.ir")).decode()
     assert "calibration.json" not in {section.name for section in plan.manifest.sections}
 
 

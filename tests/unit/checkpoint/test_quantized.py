@@ -52,6 +52,18 @@ def test_compressed_tensors_reads_as_transformers_decompresses_it(compressed: Pa
     assert len(checkpoint.quantization.linears) == 14
 
 
+def test_int8_of_compressed_tensors_reads_as_it_is_stored(tmp_path: Path) -> None:
+    folder = save_compressed(tmp_path / "int8", number="int")
+    checkpoint, tensors = open_checkpoint(folder), load_file(folder / "model.safetensors")
+    assert checkpoint.quantization is not None
+    scheme = checkpoint.quantization.scheme
+    assert (scheme.name, scheme.weights, scheme.activations) == ("compressed-tensors INT8", "int8", "token")
+    assert checkpoint.stored(WEIGHT, 3, 9).dtype == np.int8
+    assert np.array_equal(checkpoint.stored(WEIGHT, 3, 9), tensors[WEIGHT][3:9].numpy())
+    assert np.array_equal(checkpoint.read(WEIGHT), (tensors[WEIGHT].float() * tensors[SCALE].float()).numpy())
+    assert len(checkpoint.quantization.linears) == 14
+
+
 def test_modelopt_scales_are_its_own(modelopt: Path) -> None:
     checkpoint, tensors = open_checkpoint(modelopt), load_file(modelopt / "model.safetensors")
     assert checkpoint.quantization is not None
@@ -137,12 +149,23 @@ def test_a_static_scheme_needs_its_input_scales(modelopt: Path, tmp_path: Path) 
         _ = open_checkpoint(copy).quantization
 
 
+def int_quantized(**changed: object) -> dict[str, object]:
+    """A W8A8 config of compressed-tensors, with changes of its one group."""
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {"weights": number | {"strategy": "channel"}, "input_activations": number | {"dynamic": True}} | changed
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": group}}
+
+
 @pytest.mark.parametrize(
     ("declared", "named"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}}, "pack-quant"),
+        ({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "'W8A8_SQ_PER_CHANNEL'"),
+        (int_quantized(input_activations=None), "INT8 weights alone"),
+        (int_quantized(weights={"num_bits": 8, "type": "int", "symmetric": False}), "8 bits int, not symmetric"),
+        (int_quantized(weights={"num_bits": 4, "type": "int", "symmetric": True}), "weights of 4 bits int"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
     ],
 )
