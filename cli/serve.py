@@ -65,6 +65,11 @@ def parse_weights(text: str) -> dict[str, float]:
     help="Seconds that a sequence may wait to be begun before it is answered 429. Default: no limit.",
 )
 @click.option(
+    "--kv-host-bytes",
+    type=int,
+    help="Bytes beside the KV cache for preempted requests, copied there where that is cheaper than computing anew.",
+)
+@click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Reuse keys and values of equal prefixes."
 )
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
@@ -123,6 +128,7 @@ def command(
     weights: dict[str, float],
     max_num_queued_reqs: int,
     queue_timeout: float | None,
+    kv_host_bytes: int | None,
     prefix_cache: bool,
     names: tuple[str, ...],
     threads: int | None,
@@ -156,6 +162,7 @@ def command(
         priority_weights=weights,
         max_num_queued_reqs=max_num_queued_reqs,
         queue_timeout=queue_timeout,
+        kv_host_bytes=kv_host_bytes,
         prefix_cache=prefix_cache,
     )
     app = AppOptions(read_keys(api_keys, api_key_file), allowed_origins, max_body_bytes, log_requests)

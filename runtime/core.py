@@ -30,6 +30,7 @@ from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
+from llmc.runtime.parking import Parking
 from llmc.runtime.sampling import RowSampler, logprobs_of
 from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
 from llmc.runtime.step import Chunk, StepBatch
@@ -58,6 +59,7 @@ class Core:
             kv_bytes=options.kv_bytes,
             num_blocks=options.num_blocks,
             max_num_seqs=options.max_num_seqs,
+            host_bytes=options.kv_host_bytes,
             step_timeout=options.step_timeout,
             watch=channel.fileno(),
             on_wait=self._beat,
@@ -69,6 +71,12 @@ class Core:
         budget = options.itl_budget_ms
         self._pace = None if budget is None else Pace(budget / 1000, min(LEAST_CHUNK, most), most)
         self._patience = Patience(options.max_num_queued_reqs, options.queue_timeout)
+        self._parking = Parking(
+            self._executor.host_blocks,
+            self._executor.host_states,
+            profile.block_size,
+            needs_state=plan.manifest.state_slot_bytes > 0,
+        )
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=self._max_num_seqs,
@@ -78,6 +86,7 @@ class Core:
             max_long_prefills=options.max_long_prefills,
             patience=self._patience,
             pace=self._pace,
+            parking=self._parking,
         )
         pool_tokens = self._pool.num_blocks * profile.block_size
         self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
@@ -101,6 +110,7 @@ class Core:
         try:
             # The first step proves that the engine computes. Block 0 and state slot 0 are nobody's yet.
             self._executor.run(StepBatch([Chunk(array("i", [0]), 0, array("i", [0]), 1, 0)]))
+            self._parking.probe(self._executor.copy, self._pool.num_blocks)
             ready = Ready(
                 self._pool.num_blocks, self._max_num_seqs, self._scheduler.max_num_batched_tokens, load_seconds
             )
@@ -193,9 +203,11 @@ class Core:
 
     def _step(self, batch: StepBatch[Scheduled]) -> None:
         began = time.perf_counter()
+        if batch.copies:
+            self._parking.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
+        started = time.perf_counter()
         logits = self._executor.run(batch)
-        if self._pace is not None:
-            self._pace.observe(batch.num_tokens, time.perf_counter() - began)
+        self._observe(batch, time.perf_counter() - started)
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
         gained = self._scheduler.update(batch, [found.token for found in sampled])
         now = time.perf_counter()
@@ -209,6 +221,12 @@ class Core:
             messages.append(self._stats(now))
         if messages:
             self._channel.send(*messages)
+
+    def _observe(self, batch: StepBatch[Scheduled], seconds: float) -> None:
+        tokens = batch.num_tokens
+        if self._pace is not None:
+            self._pace.observe(tokens, seconds)
+        self._parking.observe_step(tokens - sum(len(chunk.tokens) == 1 for chunk in batch.chunks), tokens, seconds)
 
     def _send_stats(self) -> None:
         """Once per time of rest."""
@@ -235,6 +253,9 @@ class Core:
             waiting_by_class=scheduler.waiting_by_class(),
             rejections={str(cause): count for cause, count in scheduler.rejections.items()},
             blocks_cached=self._pool.num_cached,
+            preemptions_copied=self._parking.parked,
+            host_blocks_used=self._parking.num_used,
+            host_blocks_total=self._parking.num_blocks,
             evictions=cache.evictions,
             evicted_lifetime_seconds=cache.lifetime_seconds,
             evicted_idle_seconds=cache.idle_seconds,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from llmc.runtime.blocks import ROOT, Root
 from llmc.runtime.messages import Cause, FinishReason, Handling, SamplingParams
+from llmc.runtime.parking import Parked
 from llmc.runtime.step import Chunk
 
 
@@ -22,6 +23,7 @@ class Sequence:
     others under `root`, unless the request is not `shareable`. The first `borrowed` blocks were others' at admission.
     `cached_tokens` were found instead of computed, before the first token was generated. `state_slot` is held as long
     as blocks are. `serial` says which came first; `arrived` and `admitted` are seconds of the scheduler's clock.
+    `set_back` counts how often it gave up its blocks, `parked` says where their content lies meanwhile, if anywhere.
     `slot` belongs to the sampler. A `cause` says why a sequence that was never admitted has ended.
     """
 
@@ -39,11 +41,13 @@ class Sequence:
         "limit",
         "num_prompt",
         "params",
+        "parked",
         "priority",
         "request_id",
         "root",
         "seed",
         "serial",
+        "set_back",
         "shareable",
         "slot",
         "state_slot",
@@ -79,6 +83,8 @@ class Sequence:
         self.committed = 0
         self.borrowed = 0
         self.cached_tokens = 0
+        self.set_back = 0
+        self.parked: Parked | None = None
         self.blocks = array("i")
         self.finish_reason: FinishReason | None = None
         self.cause: Cause | None = None
@@ -89,7 +95,8 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens to be computed before the next one can be sampled: 1 while it decodes, more while it is a prompt."""
-        return len(self.tokens) - self.computed
+        done = self.parked.tokens if self.parked is not None else self.computed
+        return len(self.tokens) - done
 
 
 @dataclass(slots=True)

@@ -26,11 +26,11 @@ import numpy as np
 from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.artifacts.plan import Plan
-from llmc.runtime.kv_size import choose_num_blocks
+from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
 from llmc.runtime.machine import STOPPED_SECONDS, available_memory, is_stopped, usable_cpus
 from llmc.runtime.native import Library
-from llmc.runtime.rank_main import DONE, FAILED, MAX_DATAGRAM, READY, RankConfig
-from llmc.runtime.step import Chunk, StepBatch
+from llmc.runtime.rank_main import COPY, DONE, FAILED, MAX_DATAGRAM, READY, STEP, RankConfig
+from llmc.runtime.step import Chunk, Copies, StepBatch
 from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
 
 C = TypeVar("C", bound=Chunk)
@@ -95,9 +95,9 @@ class Executor:
     """Runs steps of a plan. Close it, or use it in a `with`; ranks also die with the thread that started them.
 
     `threads` are per rank (default: the usable processors shared out evenly), `kv_bytes` is for all ranks together,
-    `num_blocks` says the same in blocks. `watch` is a descriptor whose hang-up ends a step with ParentGone. With
-    `timed` each launch's time is noted, for `launch_seconds`. `on_wait` is called twice a second while it waits.
-    Raises LlmcError where the plan cannot be loaded here.
+    `num_blocks` says the same in blocks, `host_bytes` is what `copy` may fill. `watch` is a descriptor whose hang-up
+    ends a step with ParentGone. With `timed` each launch's time is noted, for `launch_seconds`. `on_wait` is called
+    twice a second while it waits. Raises LlmcError where the plan cannot be loaded here.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Executor:
         kv_bytes: int | None = None,
         num_blocks: int | None = None,
         max_num_seqs: int | None = None,
+        host_bytes: int | None = None,
         step_timeout: float = 60.0,
         watch: int | None = None,
         timed: bool = False,
@@ -118,8 +119,14 @@ class Executor:
         self.plan = plan
         self.block_size = profile.block_size
         self.num_blocks = choose_num_blocks(
-            manifest, available_memory(), kv_bytes=kv_bytes, num_blocks=num_blocks, max_num_seqs=max_num_seqs
+            manifest,
+            available_memory() - (host_bytes or 0),
+            kv_bytes=kv_bytes,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
         )
+        #: Places for blocks and recurrent states in host memory, where `copy` puts them.
+        self.host_blocks, self.host_states = choose_host_places(manifest, host_bytes, max_num_seqs)
         #: Recurrent states that are held at once: one for each sequence at work.
         self.num_slots = max_num_seqs or profile.max_num_seqs
         tp = len(manifest.ranks)
@@ -180,6 +187,8 @@ class Executor:
                 num_blocks=self.num_blocks,
                 state_bytes=program.state_slot_bytes * self.num_slots,
                 num_slots=self.num_slots,
+                host_blocks=self.host_blocks,
+                host_states=self.host_states,
                 layout=layout,
             )
             rank.send(config.encode())
@@ -199,11 +208,20 @@ class Executor:
         executor is closed.
         """
         counts = self._memory.write(batch)
-        message = COUNTS.pack(*counts)
+        self._tell(STEP + COUNTS.pack(*counts))
+        return self._memory.logits(counts[2])
+
+    def copy(self, copies: Copies) -> float:
+        """Moves blocks and states between pool and host memory; returns the seconds it took. Raises RankLost."""
+        began = time.perf_counter()
+        for message in copies.encode(MAX_DATAGRAM - len(COPY)):
+            self._tell(COPY + message)
+        return time.perf_counter() - began
+
+    def _tell(self, message: bytes) -> None:
         for rank in self._ranks.values():
             rank.send(message)
         self._wait(DONE, self.step_timeout)
-        return self._memory.logits(counts[2])
 
     def launch_seconds(self) -> list[np.ndarray]:
         """f64[launches] of each rank: how long each launch of the last step took, until all threads had done with it.

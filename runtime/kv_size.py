@@ -64,6 +64,25 @@ def choose_num_blocks(
     return num_blocks
 
 
+def choose_host_places(manifest: Manifest, host_bytes: int | None, max_num_seqs: int | None = None) -> tuple[int, int]:
+    """How many blocks and recurrent states `host_bytes` of host memory hold, over all ranks; none for None.
+
+    States, of which no more than all sequences' are of use, get a quarter at most. Raises UsageError where not even one
+    sequence's share fits.
+    """
+    if host_bytes is None:
+        return 0, 0
+    state, block = manifest.state_slot_bytes, manifest.kv_block_bytes
+    states = min(max_num_seqs or manifest.profile.max_num_seqs, host_bytes // 4 // state) if state else 0
+    blocks = (host_bytes - states * state) // block if block else 0
+    if blocks < 1 or (state and states < 1):
+        raise UsageError(
+            f"--kv-host-bytes {host_bytes} holds nothing: a block of {manifest.profile.block_size} tokens takes "
+            f"{block} bytes and a sequence's recurrent state {state}, for which a quarter is set aside"
+        )
+    return blocks, states
+
+
 def fixed_bytes(manifest: Manifest, max_num_seqs: int | None = None) -> int:
     """Bytes that a running plan needs beside KV: weights, activations of every rank, memory shared by the ranks, and
     the recurrent states of `max_num_seqs` sequences (None: as many as the profile allows).

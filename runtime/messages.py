@@ -132,6 +132,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core.
 
     `schedule_seconds` is what composing the steps took, beside `step_seconds`. `rejections` are counted by `Cause`.
+    `preemptions_copied` of the preempted have their blocks copied to host memory, where `host_blocks_used` are taken.
     `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
     sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. `step_sequences` sums the
     sequences of all steps, `step_tokens` counts steps by their tokens: up to each of STEP_TOKENS, and more.
@@ -152,6 +153,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     waiting_by_class: dict[str, int] = {}
     rejections: dict[str, int] = {}
     blocks_cached: int = 0
+    preemptions_copied: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
     evictions: int = 0
     evicted_lifetime_seconds: float = 0.0
     evicted_idle_seconds: float = 0.0

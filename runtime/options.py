@@ -19,7 +19,7 @@ PRIORITY_WEIGHTS = {INTERACTIVE: 3.0, "batch": 1.0}
 MAX_THREADS = 1024
 _POSITIVE = (
     *("kv_bytes", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "threads", "step_timeout"),
-    *("max_num_queued_reqs", "queue_timeout", "itl_budget_ms", "max_long_prefills"),
+    *("max_num_queued_reqs", "queue_timeout", "itl_budget_ms", "max_long_prefills", "kv_host_bytes"),
 )
 
 
@@ -35,7 +35,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     `max_num_queued_reqs` bounds the sequences that wait for their first admission, `queue_timeout` the seconds for
     which they do; None: no bound. `itl_budget_ms` is how long a step may last in which anybody decodes: prompts are
     then cut to what the measured speed allows. `max_long_prefills` bounds the prompts of many steps that are at work at
-    once. `priority_weights` are the classes that a request may name, with their shares of the engine's tokens.
+    once. `kv_host_bytes`, over all ranks, is memory beside the pool in which preempted sequences may keep their blocks.
+    `priority_weights` are the classes that a request may name, with their shares of the engine's tokens.
     """
 
     kv_bytes: int | None = None
@@ -50,6 +51,7 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     max_num_queued_reqs: int | None = None
     queue_timeout: float | None = None
     itl_budget_ms: float | None = None
+    kv_host_bytes: int | None = None
     max_long_prefills: int = 2
     priority_weights: dict[str, float] = msgspec.field(default_factory=PRIORITY_WEIGHTS.copy)
 

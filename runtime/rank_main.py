@@ -1,6 +1,7 @@
 """A rank's process: `python -m llmc.runtime.rank_main FD`. Maps its share of a plan, then runs steps.
 
-Comes in: over the socket FD, one `RankConfig` as JSON, then each step's counts; the step itself is in shared memory.
+Comes in: over the socket FD, one `RankConfig` as JSON, then messages: STEP and the counts of a step, which itself is in
+shared memory, or COPY and what moves between the KV pool and host memory.
 Goes out: one datagram an answer: READY, DONE, or FAILED and why. Must not know: requests, scheduling, plan format.
 Standard library and numpy only: this import is on the way to the first token.
 
@@ -23,9 +24,11 @@ import numpy as np
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.runtime.machine import die_with
 from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepRefused
+from llmc.runtime.step import Copies
 from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
 
 READY, DONE, FAILED = b"R", b"D", b"F"
+STEP, COPY = b"S", b"C"
 #: Largest datagram either way.
 MAX_DATAGRAM = 1 << 16
 _MAX_REASON = 4000  # characters; each takes up to 12 bytes in JSON
@@ -52,6 +55,8 @@ class RankConfig:
     num_blocks: int
     state_bytes: int
     num_slots: int
+    host_blocks: int
+    host_states: int
     layout: StepLayout
 
     def encode(self) -> bytes:
@@ -95,10 +100,38 @@ def _allocate(size: int, what: str) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-def _load(config: RankConfig) -> tuple[Engine, StepMemory]:
+class _Host:
+    """A rank's memory for blocks and states that are out of the pool: rows of the pool's size, in places by number."""
+
+    def __init__(self, config: RankConfig, pool: np.ndarray, states: np.ndarray) -> None:
+        self._rows = [
+            _rows(pool, config.num_blocks, config.host_blocks, "blocks in host memory"),
+            _rows(states, config.num_slots, config.host_states, "states in host memory"),
+        ]
+
+    def copy(self, copies: Copies) -> None:
+        """Out first, then in."""
+        for (inside, outside), pairs in zip(self._rows, (copies.blocks_out, copies.states_out), strict=True):
+            for number, place in pairs:
+                outside[place] = inside[number]
+        for (inside, outside), pairs in zip(self._rows, (copies.blocks_in, copies.states_in), strict=True):
+            for number, place in pairs:
+                inside[number] = outside[place]
+
+
+def _rows(pool: np.ndarray, count: int, places: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """u8[count, bytes] of the pool and u8[places, bytes] beside it."""
+    size = pool.size // count
+    inside = pool[: count * size].reshape(count, size)
+    return inside, _allocate(places * size, what)[: places * size].reshape(places, size)
+
+
+def _load(config: RankConfig) -> tuple[Engine, StepMemory, _Host]:
     memory = StepMemory(config.layout, config.memory_fd)
     code = _map_file(config.plan_fd, config.code)
     library = Library(code.data, f"{config.plan}: code of rank {config.rank}")
+    kv = _allocate(config.kv_bytes, "KV pool")[: config.kv_bytes]
+    state = _allocate(config.state_bytes, "recurrent states")[: config.state_bytes]
     engine = library.create(
         RankMemory(
             rank=config.rank,
@@ -107,21 +140,24 @@ def _load(config: RankConfig) -> tuple[Engine, StepMemory]:
             weights=_map_file(config.plan_fd, config.weights),
             shared=_map_file(config.plan_fd, config.shared),
             arena=_allocate(config.arena_bytes, "activations"),
-            kv=_allocate(config.kv_bytes, "KV pool"),
+            kv=kv,
             num_blocks=config.num_blocks,
             comm=memory.comm if config.layout.comm_bytes else None,
-            state=_allocate(config.state_bytes, "recurrent states"),
+            state=state,
             num_slots=config.num_slots,
         )
     )
-    return engine, memory
+    return engine, memory, _Host(config, kv, state)
 
 
-def _serve(sock: socket.socket, engine: Engine, memory: StepMemory, rank: int) -> None:
+def _serve(sock: socket.socket, engine: Engine, memory: StepMemory, host: _Host, rank: int) -> None:
     stamps = memory.stamps[rank] if memory.layout.stamps else None
     sock.send(READY)
-    while message := sock.recv(COUNTS.size):
-        engine.run(memory.arrays(*COUNTS.unpack(message)), stamps)
+    while message := sock.recv(MAX_DATAGRAM):
+        if message[:1] == COPY:
+            host.copy(Copies.decode(message[1:]))
+        else:
+            engine.run(memory.arrays(*COUNTS.unpack(message[1:])), stamps)
         sock.send(DONE)
 
 
@@ -137,8 +173,8 @@ def main(argv: list[str]) -> int:
     config = RankConfig.decode(data)
     try:
         die_with(config.parent)
-        engine, memory = _load(config)
-        _serve(sock, engine, memory, config.rank)
+        engine, memory, host = _load(config)
+        _serve(sock, engine, memory, host, config.rank)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # nobody is there to answer to
     except (LlmcError, StepRefused, RankFailure) as error:

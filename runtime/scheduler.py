@@ -9,9 +9,9 @@ chosen is admitted if the blocks of its prompt fit beside a watermark, now and a
 if they do not, it is remembered and nobody is admitted before it, so no one is passed over for ever.
 
 When blocks run out all the same, sequences give up their own and wait again, lowest class and youngest first; later
-their tokens are computed anew, as a prompt, so they go on where they stopped. The oldest sequence of all is never set
-back, and a sequence alone always fits, so every sequence ends. With its blocks a sequence holds a state slot, of which
-there are as many as sequences may run; set back, it carries no state along, as it starts anew.
+their tokens are computed anew, as a prompt, or copied back from where `Parking` has put them, so they go on where they
+stopped. The oldest sequence of all is never set back, and a sequence alone always fits, so every sequence ends. With
+its blocks a sequence holds a state slot, of which there are as many as sequences may run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
 from llmc.runtime.pacing import Pace
+from llmc.runtime.parking import Parking
 from llmc.runtime.policy import Policy, Queue
 from llmc.runtime.sharing import Sharing
 from llmc.runtime.slots import StateSlots
@@ -47,7 +48,7 @@ class Scheduler:
 
     `weights` are the priority classes; `max_long_prefills` bounds the long prompts at work at once (None: no bound),
     `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which anybody decodes.
-    `clock` gives seconds.
+    `parking` is host memory for those who are set back. `clock` gives seconds.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Scheduler:
         max_long_prefills: int | None = None,
         patience: Patience | None = None,
         pace: Pace | None = None,
+        parking: Parking | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -71,6 +73,7 @@ class Scheduler:
         self._max_long = max_num_seqs if max_long_prefills is None else max_long_prefills
         self._patience = patience or Patience(None, None)
         self._pace = pace
+        self._parking = parking or Parking(0, 0, pool.block_size)
         self._clock = clock
         # With no more seats than tokens, every decode fits each step and a prompt gets at least one token.
         self._seats = min(max_num_seqs, max_num_batched_tokens)
@@ -180,7 +183,7 @@ class Scheduler:
         for sequence, tokens in self._share_out(most - len(chunks), admit=not preempted).items():
             self._append(chunks, sequence, tokens)
         assert chunks or not self._by_id, "sequences are left, but none of them can run"
-        return StepBatch(chunks) if chunks else None
+        return StepBatch(chunks, self._parking.take_copies()) if chunks else None
 
     def _schedule_decodes(self, chunks: list[Scheduled]) -> bool:
         """Appends a token of each decoding sequence; True if one had to be preempted for want of blocks."""
@@ -285,6 +288,10 @@ class Scheduler:
         sequence.blocks = array("i", prefix)
         sequence.blocks.extend([pool.allocate() for _ in range(fresh)])
         self._sharing.began(sequence, len(prefix))
+        if (parked := sequence.parked) is not None:
+            self._parking.restore(parked, sequence.blocks, len(prefix), sequence.state_slot)
+            sequence.computed = max(sequence.computed, parked.tokens)
+            sequence.parked = None
         return True
 
     def _fits(self, sequence: Sequence, prefix: int, available: int) -> bool:
@@ -302,6 +309,8 @@ class Scheduler:
         return Growth(n - borrowed * self.pool.block_size, gain)
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.parked = self._parking.park(sequence.computed, sequence.blocks, sequence.state_slot)
+        sequence.set_back += 1
         self._release(sequence)
         self._waiting.add(sequence)
         self.preemptions += 1
@@ -352,6 +361,9 @@ class Scheduler:
             self._waiting.remove(sequence)
             if self._refused is sequence:
                 self._refused = None
+            if sequence.parked is not None:
+                self._parking.drop(sequence.parked)
+                sequence.parked = None
         if reason in _ENDED_WELL:
             self._answers.ended(sequence.generated)
         sequence.finish_reason = reason
@@ -367,6 +379,7 @@ class Scheduler:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check(sequence.blocks for sequence in self._running)
         self._slots.check(sequence.state_slot for sequence in self._running)
+        self._parking.check(s.parked for s in self._waiting if s.parked is not None)
         assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in self._waiting)
         assert {*self._running, *self._waiting} == set(self._by_id.values())
         assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence is in two places"

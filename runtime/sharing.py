@@ -31,7 +31,7 @@ class Sharing:
         """A sequence was admitted with so many blocks of others."""
         sequence.borrowed = sequence.committed = prefix
         sequence.computed = prefix * self.pool.block_size
-        if sequence.shareable and not sequence.generated:
+        if sequence.shareable and not sequence.set_back:
             self.pool.counters.queries += len(sequence.tokens)
         self._count(sequence, sequence.computed)
 
@@ -54,7 +54,7 @@ class Sharing:
         self._count(sequence, sequence.computed - before)
 
     def _count(self, sequence: Sequence, found: int) -> None:
-        if not sequence.generated:
+        if not sequence.set_back:  # what is found after that, it may have computed itself
             sequence.cached_tokens += found
             self.pool.counters.hits += found
 

@@ -1,13 +1,13 @@
 """What one step computes: the only thing that the scheduler gives to the executor.
 
-Comes in: nothing. Goes out: `Chunk`, `StepBatch`. Must not know: sequences, memory. Standard library only.
+Comes in: nothing. Goes out: `Chunk`, `Copies`, `StepBatch`. Must not know: sequences, memory. Standard library only.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 
@@ -26,14 +26,58 @@ class Chunk:
     state_slot: int
 
 
+@dataclass(slots=True)
+class Copies:
+    """What moves between the pool and host memory before a step, as pairs (number in the pool, place in host memory).
+
+    What goes out goes first: its blocks may be wanted by what comes in.
+    """
+
+    blocks_out: list[tuple[int, int]] = field(default_factory=list)
+    states_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_in: list[tuple[int, int]] = field(default_factory=list)
+    states_in: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that move."""
+        return len(self.blocks_out) + len(self.blocks_in)
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks_out or self.states_out or self.blocks_in or self.states_in)
+
+    def encode(self, most: int) -> Iterator[bytes]:
+        """As messages of at most `most` bytes, to be carried out in order: i32 counts of each kind, then the pairs."""
+        room = most // 8 - 2
+        kinds = (self.blocks_out, self.states_out, self.blocks_in, self.states_in)
+        for kind, pairs in enumerate(kinds):
+            for start in range(0, len(pairs), room):
+                piece = pairs[start : start + room]
+                counts = [0, 0, 0, 0]
+                counts[kind] = len(piece)
+                yield array("i", [*counts, *(number for pair in piece for number in pair)]).tobytes()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Copies:
+        """One such message."""
+        numbers = array("i", data)
+        pairs = list(zip(numbers[4::2], numbers[5::2], strict=True))
+        lists, start = [], 0
+        for count in numbers[:4]:
+            lists.append(pairs[start : start + count])
+            start += count
+        return cls(*lists)
+
+
 C = TypeVar("C", bound=Chunk)
 
 
 @dataclass(slots=True)
 class StepBatch(Generic[C]):
-    """A step's chunks; rows of logits come in their order."""
+    """A step's chunks; rows of logits come in their order. `copies` are made before it."""
 
     chunks: Sequence[C]
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def num_tokens(self) -> int:

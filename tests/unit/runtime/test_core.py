@@ -56,6 +56,8 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
         {},
         {"prefix_cache": False},
         {"num_blocks": 24},  # no more than one sequence of full length
+        {"num_blocks": 24, "kv_host_bytes": 4000},
+        {"num_blocks": 24, "kv_host_bytes": 4000, "prefix_cache": False},
         {"num_blocks": 40, "max_num_batched_tokens": 5, "max_num_seqs": 4},
         {"max_num_batched_tokens": 1},
     ],
@@ -77,6 +79,19 @@ def test_every_answer_is_what_the_model_gives_alone(plan: Path, plan_tp2: Path, 
         assert (last.prefix_hits > 0) == options.get("prefix_cache", True)
         if options.get("num_blocks") == 24:
             assert last.preemptions > 0
+        if "kv_host_bytes" in options:
+            assert (last.host_blocks_used, last.host_blocks_total) == (0, 4000 // (32 * ranks))
+
+
+def test_where_computing_is_slow_preempted_sequences_are_copied(slow: Path) -> None:
+    with Client(slow, num_blocks=24, kv_host_bytes=4000, max_num_batched_tokens=16) as client:
+        for i in range(4):
+            client.submit(str(i), [i] * 18, max_tokens=30, ignore_eos=True)
+        client.wait_all()
+        for i in range(4):
+            assert client.tokens[str(i)] == greedy([i] * 18, 30)
+        client.wait(client.idle)
+        assert client.stats[-1].preemptions == client.stats[-1].preemptions_copied > 0
 
 
 def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
@@ -331,6 +346,7 @@ def test_signals_to_the_group_do_not_end_a_core(slow: Path) -> None:
         ({"kv_bytes": 10}, 2, "--kv-bytes 10 holds no block.*at least 768"),
         ({"num_blocks": 10**12}, 6, "the KV pool does not fit.*--kv-bytes [0-9]+ would fit"),
         ({"max_num_seqs": 9}, 2, "--max-num-seqs is 9.*at most 8"),
+        ({"kv_host_bytes": 10}, 2, "--kv-host-bytes 10 holds nothing: a block of 4 tokens takes 32 bytes"),
         ({"queue_timeout": 0.0}, 2, "--queue-timeout is 0.0; it must be more than 0"),
         ({"priority_weights": {"batch": 1.0}}, 2, "--priority-weights is .*must give 'interactive'"),
     ],

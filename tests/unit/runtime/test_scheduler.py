@@ -20,8 +20,9 @@ from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.pacing import Pace
+from llmc.runtime.parking import Parking
 from llmc.runtime.scheduler import Scheduler
-from llmc.runtime.step import StepBatch
+from llmc.runtime.step import Copies, StepBatch
 
 VOCAB, EOS = 11, 10
 
@@ -57,6 +58,22 @@ class FakeEngine:
     block_size: int
     memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (block, slot) -> (position, token)
     states: dict[int, list[int]] = field(default_factory=dict)  # state slot -> what the sequence in it has read
+    host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)  # place -> a block's content
+    host_states: dict[int, list[int]] = field(default_factory=dict)
+
+    def copy(self, copies: Copies) -> None:
+        for block, place in copies.blocks_out:
+            self.host[place] = [self.memory.get((block, slot)) for slot in range(self.block_size)]
+        for slot, place in copies.states_out:
+            self.host_states[place] = self.states[slot]
+        for block, place in copies.blocks_in:
+            for slot, content in enumerate(self.host[place]):
+                if content is None:
+                    self.memory.pop((block, slot), None)
+                else:
+                    self.memory[block, slot] = content
+        for slot, place in copies.states_in:
+            self.states[slot] = self.host_states[place]
 
     def advance(self, chunk: Scheduled) -> list[int]:
         """The other memory: a state that starts anew at position 0 and otherwise goes on from what its slot holds."""
@@ -66,6 +83,7 @@ class FakeEngine:
         return self.states[chunk.state_slot]
 
     def run(self, batch: StepBatch[Scheduled]) -> list[int]:
+        self.copy(batch.copies)
         written = Counter()
         for chunk in batch.chunks:
             for position, token in enumerate(chunk.tokens, chunk.start):
@@ -384,6 +402,27 @@ def test_the_pace_bounds_a_step_only_while_somebody_decodes() -> None:
     run.finish()
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_set_back_sequence_goes_on_from_its_copy(caching: bool) -> None:
+    run = make(blocks=8, size=4, seqs=2, length=32, caching=caching)
+    run.scheduler._parking = parking = Parking(8, 2, 4, needs_state=not caching)
+    for i in range(2):
+        run.scheduler.add(sequence(str(i), [i] * 8, ignore_eos=True))
+    while not run.scheduler.preemptions:
+        run.step()
+    (waiting,) = run.scheduler._waiting
+    assert waiting.parked is not None
+    done = waiting.parked.tokens
+    assert waiting.remaining == len(waiting.tokens) - done == 1
+    while not waiting.blocks:
+        assert run.step()
+    assert waiting.computed >= done
+    run.finish()
+    assert (parking.parked, parking.num_used) == (run.scheduler.preemptions, 0)
+    for i in range(2):
+        assert answer(run.ended[str(i)]) == alone([i] * 8, SamplingParams(ignore_eos=True), 32)[0]
+
+
 # The queue
 
 
@@ -536,11 +575,12 @@ def traffic(
     return requests, sizes, aborts
 
 
-@given(traffic(), st.booleans())
+@given(traffic(), st.booleans(), st.sampled_from([0, 3, 40]))
 @settings(max_examples=300, deadline=None)
-def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool) -> None:
+def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int) -> None:
     requests, sizes, aborts = case
-    run = make(**sizes, caching=caching)
+    parking = Parking(host, host, sizes["size"], needs_state=not caching)
+    run = make(**sizes, caching=caching, parking=parking)
     aborted = set()
     for now in range(41):
         for i, (arrival, prompt, params, handling) in enumerate(requests):
@@ -562,7 +602,7 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool)
             assert (answer(found), found.finish_reason) == alone(prompt, params, sizes["length"])
         else:
             assert found.finish_reason == "abort"
-    assert run.scheduler.pool.num_held == 0
+    assert run.scheduler.pool.num_held == parking.num_used == 0
     assert run.scheduler.schedule() is None
 
 
