@@ -42,7 +42,7 @@ def parse_weights(text: str) -> dict[str, float]:
     default=2,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Prompts of more than four full steps that are worked on at once.",
+    help="Prompts of more than four full steps that a priority class has at work at once.",
 )
 @click.option(
     "--priority-weights",

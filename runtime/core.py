@@ -205,9 +205,7 @@ class Core:
         began = time.perf_counter()
         if batch.copies:
             self._parking.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
-        started = time.perf_counter()
         logits = self._executor.run(batch)
-        self._observe(batch, time.perf_counter() - started)
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
         gained = self._scheduler.update(batch, [found.token for found in sampled])
         now = time.perf_counter()
@@ -216,6 +214,7 @@ class Core:
         self._step_sequences += len(batch.chunks)
         self._step_tokens_sum += batch.num_tokens
         self._step_tokens[bisect_left(STEP_TOKENS, batch.num_tokens)] += 1
+        self._observe(batch, now - began)
         messages: list[Output | Stats] = [_output(s, found) for s, found in zip(gained, sampled, strict=True)]
         if now - self._stats_time >= _STATS_SECONDS:
             messages.append(self._stats(now))

@@ -6,7 +6,8 @@ Must not know: logits, processes, messages beyond their types. Standard library 
 A step takes one token of every decoding sequence. What is left of its tokens goes to prompts in small grants, each to
 whom `Policy` chooses among the prompts at work and, while seats are free, the waiting. A waiting sequence that is
 chosen is admitted if the blocks of its prompt fit beside a watermark, now and at the peak that `peak_blocks` expects;
-if they do not, it is remembered and nobody is admitted before it, so no one is passed over for ever.
+if they do not, it is remembered as next. Only higher classes may pass it then, by as many tokens as their weight allows
+them for its own; after that nobody is admitted before it, so no one is passed over for ever.
 
 When blocks run out all the same, sequences give up their own and wait again, lowest class and youngest first; later
 their tokens are computed anew, as a prompt, or copied back from where `Parking` has put them, so they go on where they
@@ -46,9 +47,9 @@ _ENDED_WELL = ("stop", "length")
 class Scheduler:
     """Owns the pool and every unfinished sequence. Counters count from its start.
 
-    `weights` are the priority classes; `max_long_prefills` bounds the long prompts at work at once (None: no bound),
-    `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which anybody decodes.
-    `parking` is host memory for those who are set back. `clock` gives seconds.
+    `weights` are the priority classes; `max_long_prefills` bounds the long prompts of a class that are at work at once
+    (None: no bound), `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which
+    anybody decodes. `parking` is host memory for those who are set back. `clock` gives seconds.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by standing: whoever gives way first is last
         self._waiting: Queue[Sequence] = Queue(self.policy.weights)
         self._refused: Sequence | None = None  # the waiting one that was chosen and did not fit: it is next
+        self._passed = 0  # tokens of those who were admitted before it since
         self._by_id: dict[str, Sequence] = {}
         self._serial = 0
         self.prompt_tokens = 0
@@ -220,7 +222,7 @@ class Scheduler:
         grain = max(self.pool.block_size, budget // _GRANTS)
         prompts = [sequence for sequence in self._running if sequence.remaining > 1]
         if admit and self._refused is not None and budget:
-            admit = self._join(prompts, self._refused)
+            self._join(prompts, self._refused)
         while budget:
             chosen = self._choose(prompts, admit)
             if chosen is None:
@@ -242,12 +244,20 @@ class Scheduler:
     def _choose(self, prompts: list[Sequence], admit: bool) -> Sequence | None:
         candidates = [*prompts]
         if admit and len(self._running) < self._seats:
-            full = sum(map(self._is_long, self._running)) >= self._max_long
+            long = Counter(sequence.priority for sequence in self._running if self._is_long(sequence))
             for name in self.policy.weights:
+                full = long[name] >= self._max_long
                 for waiter in (self._waiting.shortest(name), self._waiting.oldest(name)):
-                    if waiter is not None and not (full and self._is_long(waiter)):
+                    if waiter is not None and not (full and self._is_long(waiter)) and self._may_pass(waiter):
                         candidates.append(waiter)
         return self.policy.choose(candidates) if candidates else None
+
+    def _may_pass(self, waiter: Sequence) -> bool:
+        """Whether somebody may be admitted before the one that is next."""
+        if self._refused is None:
+            return True
+        ratio = self.policy.weights[waiter.priority] / self.policy.weights[self._refused.priority]
+        return ratio > 1 and self._passed < ratio * self._refused.remaining
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > LONG_STEPS * self.max_num_batched_tokens
@@ -261,12 +271,16 @@ class Scheduler:
     # Admission
 
     def _join(self, prompts: list[Sequence], sequence: Sequence) -> bool:
-        """Moves a waiting sequence to the prompts at work, or remembers that it is next."""
+        """Moves a waiting sequence to the prompts at work; one that does not fit is next, unless somebody else is."""
+        tokens = sequence.remaining
         if len(self._running) >= self._seats or not self._admit(sequence):
-            self._refused = sequence
+            if self._refused is None:
+                self._refused, self._passed = sequence, 0
             return False
         if sequence is self._refused:
             self._refused = None
+        elif self._refused is not None:
+            self._passed += tokens
         self._waiting.remove(sequence)
         self._running.append(sequence)
         prompts.append(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from array import array
@@ -370,6 +371,49 @@ def test_an_endless_stream_of_the_higher_class_does_not_starve_the_lower() -> No
             break
     assert run.steps < 120
     run.finish()
+
+
+def test_a_higher_class_may_pass_who_is_next_but_not_for_ever() -> None:
+    run = make(blocks=16, size=4, seqs=8, tokens=64, length=48, clock=itertools.count().__next__)
+    run.scheduler.add(sequence("runs", [1] * 20, max_tokens=20, ignore_eos=True))
+    run.step()
+    run.scheduler.add(sequence("next", [2] * 40, Handling(priority="batch"), max_tokens=1))
+    run.step()  # 10 blocks do not fit beside 6
+    run.scheduler.add(sequence("peer", [3] * 2, Handling(priority="batch"), max_tokens=1))
+    for i in range(30):
+        run.scheduler.add(sequence(str(i), [i % 9] * 12, max_tokens=1))
+        run.step()
+    run.finish()
+    passed = [s.request_id for s in run.ended.values() if s.admitted < run.ended["next"].admitted]  # type: ignore[operator]
+    # Three times its tokens, as the weights are 3 and 1; none of its own class.
+    assert passed == ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "runs"]
+
+
+@given(
+    st.sampled_from(["interactive", "batch"]),
+    st.integers(1, 60),
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 6), st.sampled_from(["interactive", "batch"])), min_size=1),
+    st.integers(1, 5),
+    st.integers(2, 24),
+    st.integers(0, 12),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_keeps_coming_everyone_is_served_within_a_bound(
+    name: str, size: int, others: list[tuple[int, int, str]], seqs: int, tokens: int, spare: int
+) -> None:
+    run = make(blocks=16 + spare, size=4, seqs=seqs, tokens=tokens, length=64)
+    run.scheduler.add(sequence("target", [1] * size, Handling(priority=name), max_tokens=4, ignore_eos=True))
+    for i in range(2000):  # more than can be done: two new ones a step
+        for j in range(2):
+            length, answer_, kind = others[(2 * i + j) % len(others)]
+            handling = Handling(priority=kind)
+            run.scheduler.add(sequence(f"{i}-{j}", [i % 7] * length, handling, max_tokens=answer_, ignore_eos=True))
+        run.step()
+        if "target" in run.ended:
+            break
+    # It gets at least a sixteenth of the tokens (1 of 4 in its class's share, 1 of 4 in its lane's) of steps that are
+    # at worst half full, once it has a seat, and is set back only by those who were there before it.
+    assert run.steps <= 40 + 4 * 16 * (size + 24 * seqs) // min(tokens, 16)
 
 
 def test_few_long_prompts_are_at_work_at_once_and_short_ones_pass() -> None:
