@@ -109,7 +109,7 @@ class Policy(Generic[W]):
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._classes = FairShare(weights)
         self._lanes = {name: FairShare(LANES) for name in weights}
-        self._turn: tuple[W, str] | None = None  # who was chosen last, and by which lane
+        self._turn: tuple[W, str | None] | None = None  # who was chosen last, and by which lane
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -125,19 +125,21 @@ class Policy(Generic[W]):
         for prompt in prompts:
             by_class.setdefault(prompt.priority, []).append(prompt)
         name = self._classes.pick(by_class)
-        members, lane = by_class[name], self._lanes[name].pick(LANES)
-        if lane == "shortest":
-            chosen = min(members, key=lambda m: (m.remaining, m.serial))
-        else:
-            chosen = min(members, key=lambda m: m.serial)
+        members = by_class[name]
+        shortest = min(members, key=lambda m: (m.remaining, m.serial))
+        oldest = min(members, key=lambda m: m.serial)
+        # Where both lanes want the same, neither has given the other anything.
+        lane = None if shortest is oldest else self._lanes[name].pick(LANES)
+        chosen = oldest if lane == "oldest" else shortest
         self._turn = chosen, lane
         return chosen
 
     def charge(self, prompt: W, tokens: int) -> None:
         """Notes `tokens` of a prompt that was chosen just before, or of a decoding sequence, which has no lane."""
         self._classes.charge(prompt.priority, tokens)
-        if self._turn is not None and self._turn[0] is prompt:
-            self._lanes[prompt.priority].charge(self._turn[1], tokens)
+        chosen, lane = self._turn or (None, None)
+        if chosen is prompt and lane is not None:
+            self._lanes[prompt.priority].charge(lane, tokens)
         self._turn = None
 
     def standing(self, sequence: Waiter) -> tuple[float, int]:
