@@ -209,11 +209,6 @@ class Core:
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
         gained = self._scheduler.update(batch, [found.token for found in sampled])
         now = time.perf_counter()
-        self._steps += 1
-        self._step_seconds += now - began
-        self._step_sequences += len(batch.chunks)
-        self._step_tokens_sum += batch.num_tokens
-        self._step_tokens[bisect_left(STEP_TOKENS, batch.num_tokens)] += 1
         self._observe(batch, now - began)
         messages: list[Output | Stats] = [_output(s, found) for s, found in zip(gained, sampled, strict=True)]
         if now - self._stats_time >= _STATS_SECONDS:
@@ -222,7 +217,13 @@ class Core:
             self._channel.send(*messages)
 
     def _observe(self, batch: StepBatch[Scheduled], seconds: float) -> None:
+        """Counts a step, and tells who plans by the time that steps take."""
         tokens = batch.num_tokens
+        self._steps += 1
+        self._step_seconds += seconds
+        self._step_sequences += len(batch.chunks)
+        self._step_tokens_sum += tokens
+        self._step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
         if self._pace is not None:
             self._pace.observe(tokens, seconds)
         self._parking.observe_step(tokens - sum(len(chunk.tokens) == 1 for chunk in batch.chunks), tokens, seconds)
