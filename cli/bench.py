@@ -61,8 +61,8 @@ command.add_command(bench_serve)
     "peers",
     multiple=True,
     metavar="KIND=PATH",
-    help="A peer to time in the same run, once or more: llama.cpp=FILE.gguf (with the "
-    "extra llmc[bench]), transformers=CHECKPOINT (fp32, eager).",
+    help="A peer to time in the same run, once or more: llama.cpp=FILE.gguf, "
+    "openvino=FILE.gguf (both with the extra llmc[bench]), transformers=CHECKPOINT (fp32, eager).",
 )
 @click.option("--model", type=click.Path(path_type=Path), help="The checkpoint that `--against transformers` loads.")
 @click.option("--prefill", "prefills", default="512,2048", show_default=True, type=_Numbers(), help="Prompt lengths.")

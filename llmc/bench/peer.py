@@ -21,7 +21,7 @@ from llmc.bench.machine import held_bytes
 from llmc.bench.work import Work
 
 #: Kind -> the module with its `Runner(path, threads)`.
-KINDS = {"transformers": "hugging_face", "llama.cpp": "llama_cpp"}
+KINDS = {"transformers": "hugging_face", "llama.cpp": "llama_cpp", "openvino": "openvino"}
 
 
 def parse_peer(text: str, model: Path | None) -> tuple[str, Path]:

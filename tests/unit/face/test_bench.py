@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmc.artifacts.errors import EnvironmentFault, PlanError, UsageError
+from llmc.artifacts.errors import CheckpointError, EnvironmentFault, PlanError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.bench import llama_cpp
 from llmc.bench.engine import engine
@@ -225,6 +225,21 @@ def test_another_llama_cpp_is_refused(
     subprocess.run(command, input=code, text=True, check=True)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EnvironmentFault, match=rf"^llama\.cpp: .*{words}"), peer("llama.cpp", tmp_path, 1):
+        pass
+
+
+def test_a_file_that_openvino_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "openvino_genai"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "class SchedulerConfig: pass\n"
+        "def LLMPipeline(path, device, scheduler_config, INFERENCE_NUM_THREADS):\n"
+        "    assert scheduler_config.enable_prefix_caching is False\n"
+        "    raise RuntimeError('Exception from core.cpp:1\\nno such architecture')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = r"^openvino: .*OpenVINO cannot load it: no such architecture"
+    with pytest.raises(CheckpointError, match=words), peer("openvino", tmp_path / "model.gguf", 1):
         pass
 
 
