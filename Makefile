@@ -2,12 +2,13 @@
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
 # make bench   speed beside llama.cpp in the same run, as a table in build/bench.md
+# make soak MINUTES=30   a server under mixed load: no hang, no wrong answer, nothing leaks
 # make memory  peak memory of building and calibrating a random checkpoint of 8 GB
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check unit bench memory model install clean
+.PHONY: demo test check unit bench soak memory model install clean
 
 PYTHON ?= python3
 # The CPU build of PyTorch is enough, and smaller: TORCH="torch==2.13.0 --index-url ..." chooses another source.
@@ -61,6 +62,10 @@ $(PEER_MODELS): $(MODEL) tests/perf/requantize.py
 # Takes a while and about 21 GB of disk in the folder of temporary files.
 memory: $(INSTALLED)
 	$(BIN)/python -m tests.perf.memory --gigabytes 8
+
+MINUTES ?= 30
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 install: $(INSTALLED)
 model: $(MODEL)
