@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
-from llmc.runtime.server import chat, completions, errors
+from llmc.runtime.server import chat, completions, errors, openapi
 from llmc.runtime.server.access import ApiKeys, RequireKey
 from llmc.runtime.server.body import MAX_BODY_BYTES, BodyLimit
 from llmc.runtime.server.context import ServerContext, of
@@ -47,6 +47,7 @@ def create_app(context: ServerContext, options: AppOptions) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=options.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog, count=context.metrics.on_response, lines=options.log_requests)
     errors.install(app)
+    openapi.install(app, keys=bool(options.keys))
     return app
 
 

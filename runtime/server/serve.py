@@ -40,6 +40,9 @@ from llmc.runtime.service import Service
 log = logging.getLogger("llmc.server")
 #: After draining, responses get this long to be written; with STOP_SECONDS it bounds the exit after an engine's death.
 FLUSH_SECONDS = 2
+#: An idle connection is kept longer than clients and proxies keep theirs (5 to 60 s): closed by the server first, it
+#: may be closed just when a request is sent over it, which then fails.
+KEEP_ALIVE_SECONDS = 75
 #: A server that is stopped (SIGSTOP, Ctrl-Z) answers nobody: its core kills it after so many seconds.
 FRONT_STOP_SECONDS = 5.0
 
@@ -149,6 +152,7 @@ class _Run:
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 ssl_certfile=config.certificate,
                 ssl_keyfile=config.certificate_key,
             )
