@@ -81,7 +81,9 @@ extern "C" int sample(const Rows* r) {
 
 @dataclass(frozen=True)
 class Case:
-    """A launch of SmolLM2-135M's shapes with `rows` tokens, compiled for steps of `range_` tokens."""
+    """A launch of SmolLM2-135M's shapes with `rows` tokens, compiled for steps of `range_` tokens, beside a cache in
+    `kv_dtype`.
+    """
 
     name: str
     operator: str
@@ -89,9 +91,10 @@ class Case:
     inputs: tuple[TensorType, ...]
     rows: int
     range_: tuple[int, int]
+    kv_dtype: str = "bf16"
 
     def call(self) -> CpuCall:
-        env = KernelEnv(self.range_, self.range_, 1, BLOCK, "bf16", _kv_bytes(), {0: 0}, 64, CONTEXT)
+        env = KernelEnv(self.range_, self.range_, 1, BLOCK, self.kv_dtype, _kv_bytes(), {0: 0}, 64, CONTEXT)
         outputs = OPERATORS[self.operator].infer(self.attrs, self.inputs)
         call: CpuCall = cpu_launch(self.operator)(self.attrs, self.inputs, outputs, env)
         return call
@@ -101,26 +104,33 @@ class Case:
 
 
 def _kv_bytes() -> int:
+    """Of a block, in the larger of the dtypes."""
     return layer_bytes(3, 64, 64, BLOCK, "bf16")
 
 
 def _linear(dtype: str, rows: int, range_: tuple[int, int]) -> Case:
     x, w = TensorType("f32", ("T", 576)), TensorType(dtype, (960, 576))
     scales = (TensorType("f32", (960,)),) if dtype == "f8e4m3" else ()
+    if dtype == "u4":
+        scales = (TensorType("f16", (960, linear.groups(576))), TensorType("u4", (960, linear.groups(576))))
     return Case(f"linear {dtype}, {rows} rows", "linear", linear.Attrs(), (x, w, *scales), rows, range_)
+
+
+def _attention(kv_dtype: str, rows: int, range_: tuple[int, int]) -> Case:
+    scales = ((0.5,) * 3, (0.25,) * 3) if kv_dtype == "f8e4m3" else None
+    attrs = paged_attention.Attrs(0, 9, 3, 64, 0.125, kv_scales=scales)
+    name = f"paged_attention {kv_dtype}, {rows} token{'s' * (rows > 1)} of {CONTEXT}"
+    return Case(name, "paged_attention", attrs, (TensorType("f32", ("T", 9, 64)),), rows, range_, kv_dtype)
 
 
 #: The ranges of the chat profile.
 CASES = [
-    *(_linear(dtype, *size) for dtype in ("f8e4m3", "bf16") for size in ((1, (1, 1)), (4, (2, 16)), (64, (17, 512)))),
-    Case(
-        f"paged_attention bf16, 1 token of {CONTEXT}",
-        "paged_attention",
-        paged_attention.Attrs(0, 9, 3, 64, 0.125),
-        (TensorType("f32", ("T", 9, 64)),),
-        1,
-        (1, 1),
+    *(
+        _linear(dtype, *size)
+        for dtype in ("f8e4m3", "bf16", "u4")
+        for size in ((1, (1, 1)), (4, (2, 16)), (64, (17, 512)))
     ),
+    *(_attention(kv_dtype, *size) for kv_dtype in ("bf16", "f8e4m3") for size in ((1, (1, 1)), (64, (17, 512)))),
     Case(
         "rms_norm, 4 rows",
         "rms_norm",
