@@ -37,8 +37,8 @@ from llmc.runtime.step import StepBatch
 
 #: Into how many grants a step's prompt tokens are cut at least.
 _GRANTS = 8
-#: A paced step takes so many prompt tokens beside its decodes if it can, however slow: prompts must go on.
-LEAST_CHUNK = 16
+#: A paced step takes so many prompt tokens beside its decodes, however slow it is: prompts must go on.
+LEAST_CHUNK = 4
 #: A prompt is long while more of it is left than so many full steps compute.
 LONG_STEPS = 4
 _ENDED_WELL = ("stop", "length")

@@ -3,7 +3,7 @@
 Comes in: nothing. Goes out: slot numbers. Must not know: sequences, memory, what a state is. Standard library only.
 
 A slot is not cleared when it changes hands: kernels start from zero where a sequence begins at its first token, and a
-sequence that was set back begins there again.
+sequence that was set back begins there again, or its state is copied into the slot before it goes on.
 """
 
 from __future__ import annotations
