@@ -110,10 +110,11 @@ def _kv_bytes() -> int:
 
 def _linear(dtype: str, rows: int, range_: tuple[int, int]) -> Case:
     x, w = TensorType("f32", ("T", 576)), TensorType(dtype, (960, 576))
-    scales = (TensorType("f32", (960,)),) if dtype == "f8e4m3" else ()
+    scales = (TensorType("f32", (960,)),) if dtype in ("f8e4m3", "i8") else ()
     if dtype == "u4":
         scales = (TensorType("f16", (960, linear.groups(576))), TensorType("u4", (960, linear.groups(576))))
-    return Case(f"linear {dtype}, {rows} rows", "linear", linear.Attrs(), (x, w, *scales), rows, range_)
+    attrs = linear.Attrs(x_per_token=dtype == "i8")
+    return Case(f"linear {dtype}, {rows} rows", "linear", attrs, (x, w, *scales), rows, range_)
 
 
 def _attention(kv_dtype: str, rows: int, range_: tuple[int, int]) -> Case:
@@ -127,7 +128,7 @@ def _attention(kv_dtype: str, rows: int, range_: tuple[int, int]) -> Case:
 CASES = [
     *(
         _linear(dtype, *size)
-        for dtype in ("f8e4m3", "bf16", "u4")
+        for dtype in ("f8e4m3", "bf16", "i8", "u4")
         for size in ((1, (1, 1)), (4, (2, 16)), (64, (17, 512)))
     ),
     *(_attention(kv_dtype, *size) for kv_dtype in ("bf16", "f8e4m3") for size in ((1, (1, 1)), (64, (17, 512)))),

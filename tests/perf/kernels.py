@@ -59,8 +59,11 @@ class Case:
     gated: bool = False
 
     def call(self) -> CpuCall:
-        quantized = self.dtype == "f8e4m3"
-        attrs = Attrs(x_scale=0.01 if quantized else None, epilogue="silu_gate" if self.gated else "none")
+        quantized = self.dtype in ("f8e4m3", "i8")
+        activation = "silu_gate" if self.gated else "none"
+        attrs = Attrs(
+            x_scale=0.01 if self.dtype == "f8e4m3" else None, x_per_token=self.dtype == "i8", epilogue=activation
+        )
         w = TensorType(self.dtype, (self.n, self.k))
         types = [TensorType("f32", ("T", self.k)), w, *[TensorType("f32", (self.n,))] * quantized]
         return launch(attrs, types, infer(attrs, types), KernelEnv((1, MAX_ROWS), (1, MAX_ROWS)))
@@ -72,6 +75,9 @@ CASES = [
     Case("gate_up", 576, 3072, "f8e4m3", gated=True),
     Case("down", 1536, 576, "f8e4m3"),
     Case("head", 576, 49152, "f8e4m3"),
+    Case("qkv", 576, 960, "i8"),
+    Case("gate_up", 576, 3072, "i8", gated=True),
+    Case("down", 1536, 576, "i8"),
     Case("qkv", 576, 960, "bf16"),
     Case("gate_up", 576, 3072, "bf16", gated=True),
     Case("down", 1536, 576, "bf16"),

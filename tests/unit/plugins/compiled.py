@@ -16,7 +16,7 @@ from llmc.plugins.cpu import CXX_FLAGS
 from llmc.profiles import load_target
 
 _CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
-_TARGETS = {isa: load_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4")}
+_TARGETS = {isa: load_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")}
 #: The levels that this machine can run.
 ISAS = tuple(isa for isa, target in _TARGETS.items() if set(target.features) <= machine_features())
 

@@ -217,7 +217,7 @@ def test_int8_is_summed_exactly(isa: str, rows: int, case: int) -> None:
     chosen = CASES[case]
     rng = np.random.default_rng(11)
     x = rng.standard_normal((rows, chosen.k), np.float32) * np.exp2(rng.integers(-90, 90, (rows, 1))).astype(np.float32)
-    x[0] = -1e36
+    x[0] = -1e33
     for row, value in zip(x[1:5], (0, 1e-44, 1e36, -1e-38), strict=False):
         row[:] = 0
         row[-1] = value
@@ -237,6 +237,12 @@ def test_int8_sums_at_the_edge_of_32_bits() -> None:
     Library([case.call()], ISAS[0], types).run(0, [x, *packed], [y], tokens=1)
     scale = np.float32(1) / np.float32(127)
     np.testing.assert_array_equal(y[0], np.array([-128, 127], np.float32) * np.float32(127 * case.k) * scale)
+
+
+@pytest.mark.parametrize("isa", ["x86-64-v4", "x86-64-v4-vnni"])
+def test_wide_int8_compiles_where_it_does_not_run(isa: str) -> None:
+    case = CASES[INT8]
+    Library([case.call()], isa, [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types())}])
 
 
 def test_rounds_x_to_int8() -> None:
