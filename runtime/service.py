@@ -35,10 +35,11 @@ class Service:
 
     text: ModelText
 
-    def __init__(self, plan: Plan, observer: Observer | None, progress_deadline: float) -> None:
+    def __init__(self, plan: Plan, options: CoreOptions, observer: Observer | None, progress_deadline: float) -> None:
         self.plan = plan
         self.process: CoreProcess | None = None
-        self.priorities: tuple[str, ...] = ()  # the classes that a request may name
+        self.priorities = tuple(options.priority_weights)  # the classes that a request may name
+        self._queue = options.max_num_queued_reqs
         self.front = FrontEnd(self._send, observer, progress_deadline)
         self._watcher: asyncio.Task[None] | None = None
 
@@ -58,8 +59,7 @@ class Service:
         """
         options.check(plan.manifest.profile)
         options = msgspec.structs.replace(options, verified=plan.digest)
-        service = cls(plan, observer, progress_deadline)
-        service.priorities = tuple(options.priority_weights)
+        service = cls(plan, options, observer, progress_deadline)
         service.process = CoreProcess(plan.path, options, command)
         try:
             service.text = ModelText(plan)
@@ -81,6 +81,12 @@ class Service:
             kind = _ERROR_OF_EXIT.get(self.process.exit_code or 0, EnvironmentFault)
             await self.close()
             raise kind(self.front.failure)
+
+    @property
+    def most_sequences(self) -> int | None:
+        """How many sequences a ready core holds at once, at work and waiting; None for no bound."""
+        core = self.front.core
+        return None if core is None or self._queue is None else core.max_num_seqs + self._queue
 
     async def close(self) -> None:
         """Ends the core; requests in flight end with an error."""

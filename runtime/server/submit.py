@@ -6,7 +6,7 @@ import msgspec
 
 from llmc.runtime.front import Group
 from llmc.runtime.messages import Handling, SamplingParams
-from llmc.runtime.params import check_handling
+from llmc.runtime.params import RequestError, check_handling
 from llmc.runtime.service import Service
 
 
@@ -18,6 +18,13 @@ def submit(
     The i-th answer to a prompt samples with seed + i, or n equal seeds would give n equal answers.
     """
     check_handling(handling, service.priorities)
+    most = service.most_sequences
+    if most is not None and len(prompts) * n > most:
+        raise RequestError(
+            f"the request starts {len(prompts) * n} answers; this server holds at most {most} at once, those that wait "
+            "included (--max-num-seqs, --max-num-queued-reqs). Ask for fewer in one request",
+            "n",
+        )
     requests = []
     for prompt in prompts:
         for i in range(n):

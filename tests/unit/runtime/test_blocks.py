@@ -7,17 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmc.runtime.blocks import ROOT, BlockPool
+from llmc.runtime.blocks import ROOT, BlockPool, Root
 
 SIZE = 2
 
 
-def fill(pool: BlockPool, tokens: list[int]) -> list[int]:
+def fill(pool: BlockPool, tokens: list[int], root: Root = ROOT) -> list[int]:
     """Takes blocks for whole blocks of tokens and commits them; returns the chain."""
     chain: list[int] = []
     for i in range(0, len(tokens), pool.block_size):
         chain.append(pool.allocate())
-        chain[-1] = pool.commit(chain[-2] if i else ROOT, tuple(tokens[i : i + pool.block_size]), chain[-1])
+        chain[-1] = pool.commit(chain[-2] if i else root, tuple(tokens[i : i + pool.block_size]), chain[-1])
     return chain
 
 
@@ -75,6 +75,44 @@ def test_a_held_block_is_not_evicted() -> None:
     pool.allocate()
     with pytest.raises(IndexError, match="all 2 blocks are held"):
         pool.allocate()
+
+
+def test_each_root_has_a_tree_of_its_own() -> None:
+    pool = BlockPool(8, SIZE)
+    roots: list[Root] = [ROOT, ("a", ""), ("", "a"), ("a", "a")]
+    chains = [fill(pool, [1, 1, 2, 2], root) for root in roots]
+    assert len({block for chain in chains for block in chain}) == 8
+    for root, chain in zip(roots, chains, strict=True):
+        assert pool.match(array("i", [1, 1, 2, 2]), 9, root) == chain
+    pool.check(chains)
+
+
+def test_what_is_taken_back_goes_with_all_that_follows_from_it() -> None:
+    pool = BlockPool(8, SIZE)
+    stem = fill(pool, [1, 1, 2, 2, 3, 3])
+    other = fill(pool, [1, 1, 2, 2, 4, 4])
+    beside = fill(pool, [5, 5])
+    pool.release(other)
+    assert pool.retract([stem[1]]) == {stem[1], stem[2], other[2]}
+    assert pool.match(array("i", [1, 1, 2, 2, 3, 3]), 9) == stem[:1]
+    assert pool.find(ROOT, (5, 5)) == beside[0]
+    pool.check([stem, beside])
+    pool.release(stem)
+    assert pool.num_available == 7
+    assert pool.retract([stem[1]]) == set()
+
+
+def test_lifetimes_are_counted_by_the_clock() -> None:
+    now = [0.0]
+    pool = BlockPool(1, SIZE, clock=lambda: now[0])
+    chain = fill(pool, [1, 1])
+    assert pool.num_cached == 1
+    now[0] = 3.0
+    pool.release(chain)
+    now[0] = 10.0
+    pool.allocate()
+    found = pool.counters
+    assert (found.evictions, found.lifetime_seconds, found.idle_seconds, pool.num_cached) == (1, 10.0, 7.0, 0)
 
 
 def test_without_caching_nothing_is_found() -> None:

@@ -74,6 +74,10 @@ def test_a_full_queue_is_answered_429_with_retry_after(plan: Path, stream: bool)
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
         assert {answer.status_code for answer in answers} == {200, 429}
+        # What could never be taken is not told to come again.
+        never = server.http.post("/v1/completions", json={**ask, "n": 3})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        assert "at most 2 at once" in never.json()["error"]["message"]
 
 
 def test_how_a_request_is_treated(engine: Server) -> None:
