@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -128,3 +130,38 @@ def test_a_core_that_is_stopped_dies_with_its_front_end(engine: Server) -> None:
     os.kill(core, signal.SIGSTOP)
     engine.process.kill()
     assert all_gone([core, *ranks])
+
+
+@pytest.mark.parametrize("state", ["queued", "prefilling", "decoding"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_in_any_state_frees_everything(plan: Path, state: str, stream: bool) -> None:
+    with real_server(plan, "--max-num-seqs", "1", "--max-num-batched-tokens", "2") as server:
+        body = {"prompt": [3, 5, 8], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream}
+        ahead = leave(server, body) if state == "queued" else None
+        if ahead is not None:
+            server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        # Two tokens a step of 50 ms: a prompt of 80 takes 2 s.
+        long = {"prompt": list(range(40)) * 2, "max_tokens": 10} if state == "prefilling" else {}
+        client = leave(server, {**body, **long})
+        gauge = "num_requests_waiting" if state == "queued" else "num_requests_running"
+        server.wait_for(lambda: server.metric(gauge) == 1)
+        if state == "decoding":
+            server.wait_for(lambda: server.metric("generation_tokens_total") > 1)
+        client.close()
+        server.wait_for(lambda: server.metric(gauge) == 0, 3)
+        if state == "prefilling":
+            assert server.metric("generation_tokens_total") == 0
+        if ahead is not None:
+            ahead.close()
+        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0, 3)
+        done = server.http.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5})
+        assert done.json()["choices"][0]["text"] == "".join(f"w{token}" for token in greedy(body["prompt"], 5))
+
+
+def leave(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection over which a request was sent; closing it is the client's leaving."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.sendall(head.encode() + b"\r\n\r\n" + data)
+    return sock

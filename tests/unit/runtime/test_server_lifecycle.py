@@ -237,3 +237,12 @@ def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path) -> None:
             server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=60)
         assert server.finish() == 1
         assert "chat_template" in server.log
+
+
+def test_a_core_that_says_nothing_is_given_up_within_10_seconds(fake_plan: Path) -> None:
+    with fake_server(fake_plan) as server:
+        request = Background(server, {"prompt": "<|hang|>"})
+        began = time.monotonic()
+        assert "no sign of life" in request.join().json()["error"]["message"]
+        assert time.monotonic() - began < 10
+        assert server.finish() == 1
