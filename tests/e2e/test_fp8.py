@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import llmc
+from llmc import flow
 from llmc.artifacts.calibration import read_table
 from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
+from llmc.builder.weights.placement import ALIGN
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.runtime.selftest import Probe
 from tests.models import save_checkpoint
@@ -79,6 +81,19 @@ def test_an_output_head_answers_alike_on_any_ranks(model: Path, tmp_path: Path) 
         with Probe(plan) as probe:
             logits[tp] = probe.logits([5, 17, 101, 33, 250, 8, 64, 299, 12, 40])
     np.testing.assert_allclose(logits[3], logits[1], rtol=1e-3, atol=1e-3 * np.abs(logits[1]).max())
+
+
+def test_the_arithmetic_knows_the_output_head(model: Path) -> None:
+    """Five panels of 64 rows and 72 columns: a byte a number less, and a scale a row more."""
+    shape = {"tp": 1, "profile": "chat", "target": "cpu"}
+    size = {
+        head: flow.plan_memory(model, precision="fp8", lm_head_dtype=head, **shape).weights_bytes
+        for head in ("bf16", "fp8", None)
+    }
+    assert size[None] == size["fp8"]
+    assert size["bf16"] - size["fp8"] == 5 * 64 * 72 - -(-300 * 4 // ALIGN) * ALIGN
+    with pytest.raises(UsageError, match="--lm-head-dtype fp8: only an FP8, INT8 or INT4 build is calibrated"):
+        flow.plan_memory(model, precision="bf16", lm_head_dtype="fp8", **shape)
 
 
 def test_activations_may_stay_as_they_are(model: Path, tmp_path: Path) -> None:

@@ -148,6 +148,18 @@ def test_an_output_head_that_stays_bf16_is_not_in_the_table(checkpoint: Checkpoi
     assert "lm_head" not in table.tensors
 
 
+def test_a_model_that_is_read_as_it_runs_is_rounded_alike(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output head too, which is read in runs of rows."""
+    for name, limit in (("resident", 1 << 30), ("streamed", 0)):
+        monkeypatch.setattr("llmc.builder.reference.RESIDENT", limit)
+        monkeypatch.setattr("llmc.builder.reference._SMALL", limit)
+        calibrate(checkpoint, SMALL, tmp_path / f"{name}.json")
+    weights = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("resident", "streamed")]
+    assert weights[0] == weights[1]
+
+
 def test_what_was_calibrated_once_is_taken_from_the_cache(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
