@@ -27,6 +27,10 @@ from llmc.calibration.grid import static
 from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks, shape_of
 from llmc.calibration.smooth import COMPENSATED, Quantizer, Smoother, input_error, weight_error
 
+#: What error compensation leaves of the cost of rounding an output head to nearest (measured: KL 0.0011 of 0.032): far
+#: less than of other layers.
+_COMPENSATED_HEAD = 0.035
+
 
 def quantizer(activations: str, form: Format) -> Quantizer:
     """For activations token|static|none. A static scale is found from the tokens at hand, as calibration finds it."""
@@ -172,7 +176,7 @@ class _Record:
         factors = self.smoother.usual(x, by_outputs(module)) if self.smoother and smooths else None
         for rows, weight in row_blocks(module):
             of_weight += ((x @ weight_error(weight, factors, form).T) * gradient[:, rows]).sum(-1)
-        squares = COMPENSATED * of_weight.square().sum()
+        squares = (_COMPENSATED_HEAD if path == self.head else COMPENSATED) * of_weight.square().sum()
         if path != self.head:  # which reads its input as it is
             of_input = input_error(x, by_outputs(module), factors, self.quantizer)
             squares += (of_input * back).sum(-1).square().sum()

@@ -15,7 +15,7 @@ from llmc.calibration.sensitivity import Sensitivity, measure, quantizer
 def test_the_loss_of_a_module_is_the_divergence_that_its_inputs_rounding_causes(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, activations: str
 ) -> None:
-    monkeypatch.setattr("llmc.calibration.sensitivity._COMPENSATED", 0.0)  # inputs alone, which are easy to do for real
+    monkeypatch.setattr("llmc.calibration.sensitivity.COMPENSATED", 0.0)  # inputs alone, which are easy to do for real
     samples = documentation(checkpoint, 8, 64, 0).ids
     model = load_reference(checkpoint)
     exact = model(torch.tensor(samples)).logits.log_softmax(-1)
