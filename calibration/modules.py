@@ -40,6 +40,12 @@ def head_path(model: Any) -> str | None:
     return next((p for p, m in model.named_modules() if m is head and isinstance(m, nn.Linear)), None)
 
 
+def experts_path(model: Any) -> str | None:
+    """The first module whose experts are one tensor each of gates, ups and downs (transformers' experts interface)."""
+    noted = ("has_gate", "is_transposed")
+    return next((path for path, module in model.named_modules() if all(hasattr(module, n) for n in noted)), None)
+
+
 def by_outputs(module: nn.Module) -> torch.Tensor:
     """f32[N, K]: the module's weight with a row for each output; a Conv1D's is stored the other way round."""
     weight = weight_of(module)

@@ -170,12 +170,16 @@ def _calibrate(
     from llmc.calibration import sequential
     from llmc.calibration.formats import FORMATS
     from llmc.calibration.modelopt import Modelopt
-    from llmc.calibration.modules import head_path, linear_modules, shape_of
+    from llmc.calibration.modules import experts_path, head_path, linear_modules, shape_of
     from llmc.calibration.sensitivity import measure, quantizer
     from llmc.calibration.smooth import Smoother
 
     modelopt = Modelopt()  # before the minutes of work that would be lost without it
     model = load_reference(checkpoint)
+    if options.weights == "int8" and (experts := experts_path(model)):
+        raise UnsupportedError(
+            f"{experts}: INT8 weights of experts are not supported; build with --fp8, --int4 or --dtype bf16"
+        )
     form = FORMATS[options.weights]
     forms = dict.fromkeys(linear_modules(model), form)
     if not forms:

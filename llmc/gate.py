@@ -71,6 +71,7 @@ class Gate:
 #: KL 0.034 and top-1 0.897 on SmolLM2, and is refused; as `--fp8` chooses by itself, output head included, KL 0.0043
 #: and 0.967. INT4 measures perplexity +9.2 %, KL 0.094, top-1 0.84, cosine 0.952 and greedy 0.84 on SmolLM2, rounded
 #: from Q4_1.
+#: INT8 measures perplexity +0.34 %, KL 0.0042, top-1 0.963, cosine 0.998 and greedy 0.977 there.
 #: An FP8 cache beside bf16 weights measures perplexity +1.07 %, KL 0.0086 and cosine 0.997 there: see `judged_as`.
 DEFAULTS = {
     "fp32": Gate(ppl=0.001, kl=1e-4, top1=0.99, cosine=0.9999, greedy=0.98),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llmc.artifacts.calibration import read_table
-from llmc.builder.checkpoint import Checkpoint
+from llmc.artifacts.errors import UnsupportedError
+from llmc.builder.checkpoint import Checkpoint, open_checkpoint
 from llmc.builder.reference import load_reference
 from llmc.builder.weights.int8 import int8_scale, quantize_int8
 from llmc.builder.weights.rounded import RoundedWeights, factors_name, scale_name, weight_name
@@ -22,6 +23,8 @@ from llmc.calibration.modules import by_outputs, linear_modules
 from llmc.calibration.sensitivity import quantizer
 from llmc.calibration.smooth import Smoother
 from llmc.plugins.linear import quantize_x_int8
+from llmc.tiny import tiny_config
+from llmc.tiny_model import random_model, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,12 @@ def test_an_input_without_outliers_stays_as_it_is(smoother: Smoother) -> None:
     x = torch.where(torch.randn(256, 64, generator=torch.Generator().manual_seed(3)) > 0, 1.0, -1.0)
     weight = torch.rand(32, 64, generator=torch.Generator().manual_seed(4)) + 1  # any factors make numbers unequal
     assert smoother.search(x, [weight]) is None
+
+
+def test_experts_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny", random_model(tiny_config("mixtral")))
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\..*experts: INT8 weights of experts .* --dtype bf16"):
+        calibrate(open_checkpoint(tmp_path / "tiny"), CalibrationOptions.of("int8"), tmp_path / "t.json")
 
 
 def test_a_table_of_int8_reads_back_and_its_weights_are_near(checkpoint: Checkpoint, tmp_path: Path) -> None:
