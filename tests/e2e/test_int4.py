@@ -52,7 +52,7 @@ def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path,
     plan = Plan.open(tmp_path / "x.plan")
     assert plan.manifest.build.precision == "int4"
     notes = next(p.notes for p in plan.manifest.build.passes if p.name == "quantize")
-    assert sum("% of the loss of pure INT4, " in note for note in notes) == 14
+    assert sum("% of the loss of pure INT4, " in note for note in notes) == 15
     assert sum("of pure INT4, INT4" in note for note in notes) >= 12
     again = CliRunner().invoke(main, ["inspect", "--command", str(tmp_path / "x.plan")])
     assert " --int4 " in again.output
