@@ -16,6 +16,10 @@ from llmc.runtime.selftest import Probe
 from tests.models import save_checkpoint
 
 IDS = [5, 17, 101, 33, 250, 8, 64, 299, 12, 40]
+#: One code variant for steps of one token and of many.
+PROFILE = "token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n"
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +44,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path, tmp_path: Path) -> None:
-    loose = "top1=0.5,greedy=0.5"  # of random weights, whose best token changes easily
+    (tmp_path / "short.yaml").write_text(PROFILE)
+    options: dict[str, object] = {"profile": str(tmp_path / "short.yaml"), "eval_windows": 2, "eval_length": 48}
+    options["gate"] = "top1=0.5,greedy=0.5"  # of random weights, whose best token changes easily
     logits = []
     for tp in (1, 2):
-        report = llmc.build(
-            model, tmp_path / "x.plan", precision="int8", calib=table, tp=tp, gate=loose, eval_windows=2, eval_length=64
-        )
+        report = llmc.build(model, tmp_path / "x.plan", precision="int8", calib=table, tp=tp, **options)  # type: ignore[arg-type]
         assert report.published
         assert 1e-7 < report.quality["kl"] < 0.01
         with Probe(Plan.open(tmp_path / "x.plan")) as probe:
@@ -55,7 +59,7 @@ def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path,
     plan = Plan.open(tmp_path / "x.plan")
     assert plan.manifest.build.precision == "int8"
     passes = {p.name: p for p in plan.manifest.build.passes}
-    assert sum("% of the loss of pure INT8, INT8" in note for note in passes["quantize"].notes) >= 10
+    assert sum("% of the loss of pure INT8, INT8" in note for note in passes["quantize"].notes) >= 7
     assert passes["fold_factors"].matched > 0
     again = CliRunner().invoke(main, ["inspect", "--command", str(tmp_path / "x.plan")])
     assert " --int8 " in again.output
