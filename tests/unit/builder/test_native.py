@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 #: family, ranks, precision. The other families run from end to end in tests/e2e.
 CASES = [
     ("llama", 1, "fp32"), ("llama", 3, "fp32"), ("llama", 2, "fp8"), ("gemma2", 2, "fp32"), ("gpt2", 1, "fp8"),
-    ("llama", 2, "int4"),
+    ("llama", 2, "int4"), ("llama", 2, "int8"),
 ]  # fmt: skip
 CAPACITIES = (60, 40, 30, 20)
 BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
@@ -88,7 +88,7 @@ def test_engines_compute_what_the_interpreter_computes(case: tuple[str, int, str
         prepared = [b.step(tokens) for b in batches]
         shards = [out[0] for out in run_ranks(graphs, prepared[0][0], [c for _, c in prepared], params)]
         want = shards[0] if shards[0].shape[1] == VOCAB else np.concatenate(shards, axis=1)
-        if case[2] == "fp8":  # an activation whose last bit differs may round to the neighbouring E4M3 number
+        if case[2] in ("fp8", "int8"):  # an activation whose last bit differs may round to the neighbouring number
             assert np.sqrt(np.mean((have - want) ** 2)) <= 3e-2 * np.sqrt(np.mean(want**2))
         else:
             np.testing.assert_allclose(have, want, rtol=1e-4, atol=2e-5)
@@ -107,7 +107,7 @@ def test_isa_levels_agree_bit_for_bit(case: tuple[str, int, str]) -> None:
     assert all(map(np.array_equal, native_logits(case, target="cpu:x86-64-v4"), native_logits(case)))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]], ids=["fp32", "fp8-tp2", "int4-tp2"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], *CASES[5:]], ids=["fp32", "fp8-tp2", "int4-tp2", "int8-tp2"])
 def test_chunks_and_company_change_no_bit(case: tuple[str, int, str]) -> None:
     ids = np.random.default_rng(3).integers(0, VOCAB, 33).tolist()
 
