@@ -19,6 +19,8 @@ from llmc.calibration.formats import E4m3, Format, Grid, Rounded
 #: Added to the Hessian's diagonal, times the mean of it: directions that calibration hardly saw are not trusted.
 DAMPING = 0.02
 _BLOCK = 64
+#: Tokens of which copies are made at once.
+_TOKENS = 512
 
 
 class Hessian:
@@ -30,10 +32,12 @@ class Hessian:
 
     def __init__(self, inputs: torch.Tensor) -> None:
         """`inputs` f32[T, K]; the moment is the mean of x x^T over the T tokens."""
-        energy = inputs.square().mean(0)
+        energy = torch.stack([part.square().sum(0) for part in inputs.split(_TOKENS)]).sum(0) / len(inputs)
         self.order = torch.argsort(energy, descending=True, stable=True)
-        ordered = inputs[:, self.order]
-        moment = ordered.T @ ordered
+        moment = inputs.new_zeros((inputs.shape[1], inputs.shape[1]))
+        for part in inputs.split(_TOKENS):
+            ordered = part[:, self.order]
+            moment.addmm_(ordered.T, ordered)
         moment /= len(inputs)
         moment.diagonal().add_(float(DAMPING * energy.mean()) if energy.any() else 1.0)
         factor = moment.mT  # by columns, as LAPACK works in place
@@ -76,7 +80,10 @@ def fit_rows(rounded: Rounded, wanted: torch.Tensor, outputs: torch.Tensor) -> R
     """Each row's scale once more, by least squares: what `outputs` [T, N], made with `rounded`, must be multiplied by
     to come nearest to `wanted` [T, N]. A row whose outputs say nothing stays as it is.
     """
-    energy = outputs.square().sum(0)
-    factor = (wanted * outputs).sum(0) / torch.where(energy > 0, energy, torch.ones_like(energy))
+    energy, product = torch.zeros((2, wanted.shape[1]))
+    for ours, theirs in zip(outputs.split(_TOKENS), wanted.split(_TOKENS), strict=True):
+        energy += ours.square().sum(0)
+        product += (theirs * ours).sum(0)
+    factor = product / torch.where(energy > 0, energy, torch.ones_like(energy))
     factor = torch.where((energy > 0) & (factor > 0), factor, torch.ones_like(factor))
     return rounded.times(factor[:, None])

@@ -110,15 +110,15 @@ class _Input:
     """
 
     def __init__(self, path: str, exact: torch.Tensor, given: torch.Tensor, streams: _Streams) -> None:
-        self._real, form = streams.real, streams.forms[path]
+        self._streams, form = streams, streams.forms[path]
         weight = by_outputs(streams.modules[path])
         self._hessian: Hessian | None = None
-        rows = exact[streams.real]
+        rows = streams.tokens(exact)
         self.amax = float(streams.amax(rows, None))
         self.scale = form.input_scale(rows[:: max(len(rows) // 512, 1)], self.amax, weight.square().mean(0))
         self.smoothed = None
         if streams.smoothing is not None:
-            self.smoothed = streams.smoothing.of(path, given[streams.real], streams.modules)
+            self.smoothed = streams.smoothing.of(path, streams.tokens(given), streams.modules)
         self.seen = given if self.smoothed is None else given * self.smoothed.factors
         if streams.activations == "static":
             self.seen = static(self.seen, self.scale)
@@ -127,7 +127,7 @@ class _Input:
 
     def hessian(self) -> Hessian:
         if self._hessian is None:
-            self._hessian = Hessian(self.seen[self._real])
+            self._hessian = Hessian(self._streams.tokens(self.seen))
         return self._hessian
 
 
@@ -150,6 +150,10 @@ class _Streams:
         self.forms, self.activations, self.head, self.smoothing = forms, activations, head, smoothing
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x [T, K] that are tokens, not padding: x itself, if all are."""
+        return x if self.real.all() else x[self.real]
 
     def forward(self, path: str, x: torch.Tensor) -> torch.Tensor:
         module = self.modules[path]
@@ -194,7 +198,7 @@ class _Streams:
         """All tokens' inputs are here. Logits would be the largest tensor of all, and nobody reads them: one column of
         zeros stands for them.
         """
-        exact, given = (rows[self.real] for rows in x.reshape(2, len(self.real), -1))
+        exact, given = map(self.tokens, x.reshape(2, len(self.real), -1))
         hessian = None if path in self.kept else Hessian(given)
         amax, lost, whole = list[torch.Tensor](), 0.0, 1e-30
         for rows, weight in row_blocks(module):
@@ -213,7 +217,7 @@ class _Streams:
         smoothed = weight if shared.smoothed is None else weight / shared.smoothed.factors
         rounded = compensate(smoothed, shared.hessian(), self.forms[path])
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
-        fitted = fit_rows(rounded, y[0][self.real], y[1][self.real])
+        fitted = fit_rows(rounded, self.tokens(y[0]), self.tokens(y[1]))
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
         return fitted
 
