@@ -1,7 +1,7 @@
 """Whether one more sequence fits beside those at work, and how many may wait for that, and how long.
 
 Comes in: sizes of sequences, times at which some ended. Goes out: blocks that will be needed, seconds to wait.
-Must not know: which blocks, whose request. Standard library only; time is an argument.
+Must not know: which blocks, whose request. Standard library and errors only; time is an argument.
 
 What runs grows, so a sequence that fits now may not fit soon, and whoever is set back then has cost its work. So the
 peak of what is held is worked out ahead, as if each sequence went on to the length of the average answer so far: until
@@ -16,12 +16,34 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llmc.artifacts.errors import UsageError
+
 #: Share of the pool that admission leaves free: what the estimate has missed comes out of it.
 WATERMARK = 0.01
 #: Weight of the latest answer in the average length.
 _NEWEST = 0.05
 #: Ends that the rate of ends is taken over, and the bounds of what a client is told to wait, in seconds.
 _ENDS, _SOONEST, _LATEST = 64, 1, 60
+
+
+def most_tokens(prompt: int, wanted: int | None, max_seq_len: int, num_blocks: int, block_size: int) -> int:
+    """How many tokens a sequence of a `prompt` may have in the end, with `wanted` generated ones (None: no bound of its
+    own). Raises UsageError, with the numbers, for one that could never end within the engine's and the pool's limits.
+    """
+    if prompt == 0:
+        raise UsageError("the prompt has no tokens; at least one is needed")
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"max_tokens is {wanted}; it must be at least 1")
+    least, held = prompt + (wanted or 1), num_blocks * block_size
+    what = f"{prompt} tokens of prompt and {wanted or 1} to be generated are {least}"
+    if least > max_seq_len:
+        raise UsageError(f"{what}, more than this engine's max_seq_len of {max_seq_len}")
+    if least > held:
+        raise UsageError(
+            f"{what}, more than the {held} that the KV pool holds ({num_blocks} blocks of {block_size}); a larger "
+            f"--kv-bytes would help"
+        )
+    return min(max_seq_len, held, max_seq_len if wanted is None else least)
 
 
 class Growth(NamedTuple):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from llmc.artifacts.errors import UsageError
-from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, peak_blocks
+from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, most_tokens, peak_blocks
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
@@ -114,27 +114,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises UsageError, with the numbers, for one that could never end within the limits."""
-        n, pool_tokens = sequence.num_prompt, self.pool.num_blocks * self.pool.block_size
-        wanted = sequence.params.max_tokens
-        if n == 0:
-            raise UsageError("the prompt has no tokens; at least one is needed")
-        if wanted is not None and wanted < 1:
-            raise UsageError(f"max_tokens is {wanted}; it must be at least 1")
-        least = n + (wanted or 1)
-        what = f"{n} tokens of prompt and {wanted or 1} to be generated are {least}"
-        if least > self.max_seq_len:
-            raise UsageError(f"{what}, more than this engine's max_seq_len of {self.max_seq_len}")
-        if least > pool_tokens:
-            raise UsageError(
-                f"{what}, more than the {pool_tokens} that the KV pool holds ({self.pool.num_blocks} blocks of "
-                f"{self.pool.block_size}); a larger --kv-bytes would help"
-            )
+        pool, wanted = self.pool, sequence.params.max_tokens
+        limit = most_tokens(sequence.num_prompt, wanted, self.max_seq_len, pool.num_blocks, pool.block_size)
         if sequence.priority not in self.policy.weights:
             raise UsageError(f"priority is {sequence.priority!r}; there is {', '.join(self.policy.weights)}")
         if sequence.request_id in self._by_id:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
-        sequence.limit = min(self.max_seq_len, pool_tokens, n + wanted if wanted is not None else self.max_seq_len)
-        sequence.serial, sequence.arrived = self._serial, self._clock()
+        sequence.limit, sequence.serial, sequence.arrived = limit, self._serial, self._clock()
         sequence.shareable = sequence.shareable and self.pool.caching
         self._serial += 1
         self._by_id[sequence.request_id] = sequence

@@ -1,0 +1,166 @@
+"""A scheduler over an engine that tells when it was given the wrong blocks, and answers given alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc.runtime.blocks import BlockPool
+from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.messages import Handling, SamplingParams
+from llmc.runtime.scheduler import Scheduler
+from llmc.runtime.step import Copies, StepBatch
+
+VOCAB, EOS = 11, 10
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: a function of every token so far."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1000003
+    return state % VOCAB
+
+
+def alone(prompt: list[int], params: SamplingParams, max_seq_len: int) -> tuple[list[int], str]:
+    """What a request must give, whatever happens around it."""
+    tokens = list(prompt)
+    limit = min(max_seq_len, len(prompt) + (params.max_tokens or max_seq_len))
+    generated = 0
+    while True:
+        token = next_token(tokens)
+        generated += 1
+        stops = {EOS} if not params.ignore_eos else set()
+        if token in stops | set(params.stop_token_ids) and generated > params.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        tokens.append(token)
+        if len(tokens) == limit:
+            return tokens[len(prompt) :], "length"
+
+
+@dataclass
+class FakeEngine:
+    """Keeps every block's content and computes a token only from what it reads back through the block table."""
+
+    block_size: int
+    memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (block, slot) -> (position, token)
+    states: dict[int, list[int]] = field(default_factory=dict)  # state slot -> what the sequence in it has read
+    host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)  # place -> a block's content
+    host_states: dict[int, list[int]] = field(default_factory=dict)
+
+    def copy(self, copies: Copies) -> None:
+        for block, place in copies.blocks_out:
+            self.host[place] = [self.memory.get((block, slot)) for slot in range(self.block_size)]
+        for slot, place in copies.states_out:
+            self.host_states[place] = self.states[slot]
+        for block, place in copies.blocks_in:
+            for slot, content in enumerate(self.host[place]):
+                if content is None:
+                    self.memory.pop((block, slot), None)
+                else:
+                    self.memory[block, slot] = content
+        for slot, place in copies.states_in:
+            self.states[slot] = self.host_states[place]
+
+    def advance(self, chunk: Scheduled) -> list[int]:
+        """The other memory: a state that starts anew at position 0 and otherwise goes on from what its slot holds."""
+        known = self.states[chunk.state_slot] if chunk.start else []
+        assert len(known) == chunk.start, f"the state in slot {chunk.state_slot} is not that of position {chunk.start}"
+        self.states[chunk.state_slot] = [*known, *chunk.tokens]
+        return self.states[chunk.state_slot]
+
+    def run(self, batch: StepBatch[Scheduled]) -> list[int]:
+        self.copy(batch.copies)
+        written = Counter()
+        for chunk in batch.chunks:
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                place = chunk.blocks[position // self.block_size], position % self.block_size
+                written[place] += 1
+                self.memory[place] = position, token
+        assert not written or max(written.values()) == 1, "two tokens of a step went to one place"
+        tokens = []
+        for chunk in batch.chunks:
+            if chunk.rows:
+                tokens.append(next_token(self.read(chunk)))
+        return tokens
+
+    def read(self, chunk: Scheduled) -> list[int]:
+        found = []
+        for position in range(chunk.start + len(chunk.tokens)):
+            place = chunk.blocks[position // self.block_size], position % self.block_size
+            kept, token = self.memory[place]
+            assert kept == position, f"position {position} holds what belongs to {kept}"
+            found.append(token)
+        return found
+
+
+@dataclass
+class Run:
+    """A scheduler, the fake engine, and what came of it."""
+
+    scheduler: Scheduler
+    engine: FakeEngine
+    most_tokens: int
+    most_seqs: int
+    ended: dict[str, Sequence] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule()
+        self.scheduler.check()
+        if batch is None:
+            return False
+        assert 1 <= batch.num_tokens <= self.most_tokens
+        assert len(batch.chunks) <= self.most_seqs
+        assert len({id(c.sequence) for c in batch.chunks}) == len(batch.chunks)
+        assert len({c.state_slot for c in batch.chunks}) == len(batch.chunks), "two sequences share a state slot"
+        assert all(0 <= c.state_slot < self.most_seqs for c in batch.chunks)
+        assert all(len(c.tokens) >= 1 for c in batch.chunks)
+        tokens = self.engine.run(batch)
+        if not self.scheduler.pool.caching:
+            states = [self.engine.advance(chunk) for chunk in batch.chunks]
+            assert tokens == [next_token(s) for s, c in zip(states, batch.chunks, strict=True) if c.rows]
+        for one in batch.chunks:
+            for other in batch.chunks:
+                if one.sequence.root != other.sequence.root or not one.sequence.shareable:
+                    assert one is other or not {*one.blocks} & {*other.blocks}, "a block went to another tenant"
+        gained = self.scheduler.update(batch, tokens)
+        self.scheduler.check()
+        for sequence in gained:
+            if sequence.finish_reason:
+                self.end(sequence)
+        self.steps += 1
+        return True
+
+    def end(self, sequence: Sequence) -> None:
+        assert sequence.request_id not in self.ended, "ended twice"
+        self.ended[sequence.request_id] = sequence
+
+    def finish(self, bound: int = 20000) -> None:
+        while self.step():
+            assert self.steps < bound, "does not come to an end"
+
+
+def make(
+    *,
+    blocks: int = 16,
+    size: int = 4,
+    seqs: int = 4,
+    tokens: int = 16,
+    length: int = 64,
+    caching: bool = True,
+    **options: Any,
+) -> Run:
+    pool = BlockPool(blocks, size, caching)
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_seq_len": length}
+    scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, **options)
+    return Run(scheduler, FakeEngine(size), tokens, seqs)
+
+
+def sequence(name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> Sequence:  # noqa: B008
+    return Sequence(name, prompt, SamplingParams(**params), (EOS,), 0, handling)  # type: ignore[arg-type]
+
+
+def answer(found: Sequence) -> list[int]:
+    return found.tokens[found.num_prompt :].tolist()
