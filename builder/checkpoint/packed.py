@@ -24,7 +24,7 @@ import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.types import INT4_GROUP, INT4_MAX, NUMPY_DTYPES
-from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredLinear, TensorInfo, Texts
+from llmc.builder.checkpoint.source import Decoded, Quantization, Scheme, Source, StoredLinear, TensorInfo
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -53,12 +53,11 @@ def read_packed_scheme(where: str, declared: Mapping[str, Any]) -> Scheme:
     return Scheme(method.upper(), "none", weights="int4", group=size, zero_offset=int(offset))
 
 
-class PackedSource(Source):
+class PackedSource(Decoded):
     """The inner source, with packed weights unpacked and multiplied by their scales."""
 
     def __init__(self, inner: Source, scheme: Scheme) -> None:
-        self._inner, self._scheme = inner, scheme
-        self.format, self.root, self.files, self.name = inner.format, inner.root, inner.files, inner.name
+        super().__init__(inner, scheme)
         modules = [name.removesuffix(".qweight") for name in inner.tensors if name.endswith(".qweight")]
         if not modules:
             raise CheckpointError(
@@ -67,16 +66,6 @@ class PackedSource(Source):
             )
         self._shapes = {module: self._checked(module) for module in modules}
         self._last: tuple[str, np.ndarray] | None = None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """config.json, without what says that it is quantized."""
-        return {key: value for key, value in self._inner.config.items() if key != "quantization_config"}
-
-    @property
-    def texts(self) -> Texts:
-        """The inner source's."""
-        return self._inner.texts
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:

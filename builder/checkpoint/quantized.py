@@ -23,7 +23,7 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
 from llmc.artifacts.types import KVScales
 from llmc.builder.checkpoint.packed import METHODS, read_packed_scheme
-from llmc.builder.checkpoint.source import Quantization, Scheme, Source, StoredLinear, TensorInfo, Texts
+from llmc.builder.checkpoint.source import Decoded, Quantization, Scheme, Source, StoredLinear, TensorInfo
 
 #: What may stand beside a weight; none of it is a parameter of the model.
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale", "weight_shape")
@@ -115,12 +115,11 @@ def _group(where: str, group: Mapping[str, Any], number: str, precision: str) ->
     return Scheme(f"compressed-tensors {precision.upper()}", activations, block, weights=precision)
 
 
-class QuantizedSource(Source):
+class QuantizedSource(Decoded):
     """The inner source, with scales multiplied in and hidden."""
 
     def __init__(self, inner: Source, scheme: Scheme) -> None:
-        self._inner, self._scheme = inner, scheme
-        self.format, self.root, self.files, self.name = inner.format, inner.root, inner.files, inner.name
+        super().__init__(inner, scheme)
         stored = inner.tensors
         self._dtype, self._called = _STORED[scheme.weights]
         self._scales = {name: self._scale_of(name) for name, info in stored.items() if info.dtype == self._dtype}
@@ -129,16 +128,6 @@ class QuantizedSource(Source):
                 f"{self.root}: is declared to be quantized ({scheme.name}), but none of its tensors is {self._called}; "
                 "is config.json that of another checkpoint?"
             )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """config.json, without what says that it is quantized."""
-        return {key: value for key, value in self._inner.config.items() if key != "quantization_config"}
-
-    @property
-    def texts(self) -> Texts:
-        """The inner source's."""
-        return self._inner.texts
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -143,6 +143,24 @@ class Source(ABC):
         raise AssertionError(f"{self.root} is not quantized: nothing is stored as {name!r}")
 
 
+class Decoded(Source):
+    """The inner source with quantized weights as the numbers that they stand for, and what says so hidden."""
+
+    def __init__(self, inner: Source, scheme: Scheme) -> None:
+        self._inner, self._scheme = inner, scheme
+        self.format, self.root, self.files, self.name = inner.format, inner.root, inner.files, inner.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json, without what says that it is quantized."""
+        return {key: value for key, value in self._inner.config.items() if key != "quantization_config"}
+
+    @property
+    def texts(self) -> Texts:
+        """The inner source's."""
+        return self._inner.texts
+
+
 def read_exactly(path: Path, offset: int, nbytes: int, tensor: str) -> np.ndarray:
     """`nbytes` of a file as u8; raises CheckpointError with the numbers when there are fewer."""
     try:
