@@ -9,5 +9,5 @@ from llmc.artifacts.calibration import CalibrationTable, Ranges
 
 def ranges_alone(table: CalibrationTable) -> CalibrationTable:
     """What a table of version 1 holds of it: ranges, no choices, no rounded weights."""
-    tensors = {path: Ranges(r.input_amax, r.weight_amax) for path, r in table.tensors.items()}
-    return dataclasses.replace(table, tensors=tensors, activations=None, budget=None, rounded=None)
+    tensors = {p: Ranges(r.input_amax, r.weight_amax) for p, r in table.tensors.items() if p != table.head}
+    return dataclasses.replace(table, tensors=tensors, activations=None, budget=None, rounded=None, head=None)
