@@ -69,6 +69,7 @@ def trace(checkpoint: Checkpoint, longest: int | None = None) -> Traced:
 
 def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None, longest: int | None = None) -> Traced:
     """Traces the causal language model of a config; `tensors` None: every parameter counts as stored."""
+    before = torch.fx.config.do_not_emit_stack_traces
     torch.fx.config.do_not_emit_stack_traces = True  # a sixth of the time
     try:
         return _traced(config, tensors, longest)
@@ -76,7 +77,7 @@ def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None,
         torch.fx.config.do_not_emit_stack_traces = False
         return _traced(config, tensors, longest)  # what raises again then names its line of Python
     finally:
-        torch.fx.config.do_not_emit_stack_traces = False
+        torch.fx.config.do_not_emit_stack_traces = before
 
 
 def _traced(config: Any, tensors: Mapping[str, Sequence[int]] | None, longest: int | None) -> Traced:
