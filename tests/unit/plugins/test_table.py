@@ -9,8 +9,8 @@ import llmc.plugins
 from llmc.plugins import INCLUDE_ROOT, OPERATORS, cpu_launch
 
 FOLDER = Path(llmc.plugins.__file__).parent
-#: Shared code of the cpu target, and what runs outside the graph.
-NO_OPERATORS = {"cpu", "sampler"}
+#: Shared code of the targets, and what runs outside the graph.
+NO_OPERATORS = {"cpu", "cuda", "sampler"}
 
 
 def folders() -> set[str]:

@@ -1,0 +1,1 @@
+"""What the kernels of the `cuda` targets share. Must not know: builder, runtime."""
