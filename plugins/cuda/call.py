@@ -1,21 +1,21 @@
 """How a plug-in says which Triton kernels to launch: `CudaCall`, plain data that is compiled ahead of time and replayed.
 
-Comes in: a launch's attributes and types. Goes out: `CudaCall`, `Collective`, `CudaEnv`. Must not know: builder, runtime,
-operators, Triton.
+Comes in: a launch's attributes and types. Goes out: `CudaCall`, `Collective`, `CudaEnv`. Must not know: builder,
+runtime, operators, Triton.
 
-`plugins/<operator>/cuda.py` has `launch(attrs, input types, output types, CudaEnv) -> tuple[CudaCall | Collective, ...]`:
-the launches of one node, in order. `plugins/<operator>/kernels.py` has the kernels, functions under `@triton.jit`; nobody
-imports it but the compiler and the interpreter.
+`plugins/<operator>/cuda.py` has `launch(attrs, input types, output types, CudaEnv) -> tuple[CudaCall | Collective,
+...]`: the launches of one node, in order. `plugins/<operator>/kernels.py` has the kernels, functions under
+`@triton.jit`; nobody imports it but the compiler and the interpreter.
 
-How values lie in memory. A graph value is f32, i32 or a weight, by its type. An f32 result lies in memory in the dtype that
-`CudaEnv.stored` names: f32, or bf16 where all that read it said so (`CudaCall.narrow`). So a kernel converts what it loads
-to f32 and what it stores to the element type of its pointer (`tl.load(x).to(tl.float32)`, `value.to(y.dtype.element_ty)`).
-Rows lie `RowStride` elements apart; weights lie row by row as their recipe has them.
+How values lie in memory. A graph value is f32, i32 or a weight, by its type. An f32 result lies in memory in the
+dtype that `CudaEnv.stored` names: f32, or bf16 where all that read it said so (`CudaCall.narrow`). So a kernel
+converts what it loads to f32 and what it stores to the element type of its pointer (`tl.load(x).to(tl.float32)`,
+`value.to(y.dtype.element_ty)`). Rows lie `RowStride` elements apart; weights lie row by row as their recipe has them.
 
-Steps. A program is compiled for `CudaEnv.decode`: every sequence has exactly one token, so T, S and the number of sequences
-are the same, and the launches are replayed as a graph that was captured for a bucket of T and is padded to it; or for steps
-of any mixture. A padded sequence has one token, context_len 0 and a position of -1: kernels must read no block table of it,
-write no cache, and may leave anything in its rows.
+Steps. A program is compiled for `CudaEnv.decode`: every sequence has exactly one token, so T, S and the number of
+sequences are the same, and the launches are replayed as a graph that was captured for a bucket of T and is padded to
+it; or for steps of any mixture. A padded sequence has one token, context_len 0 and a position of -1: kernels must
+read no block table of it, write no cache, and may leave anything in its rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ TRITON_TYPES = {
     "i32": "i32",
     "i64": "i64",
 }
-#: Arrays of a step on the device, all i32. `positions` and `sequence` (which one a token belongs to) are [T], `context_len`
-#: is [num_seqs], `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots` [num_seqs], `rows` [S].
+#: Arrays of a step on the device, all i32. `positions` and `sequence` (which one a token belongs to) are [T],
+#: `context_len` is [num_seqs], `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots`
+#: [num_seqs], `rows` [S].
 STEP_ARRAYS = ("ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows")
 #: Numbers of a step that launches and grids depend on; with a graph, those of its bucket.
 SYMBOLS = ("T", "S", "num_seqs", "max_context")
@@ -109,9 +110,10 @@ class CudaCall:
     """One launch. `kernel` is "linear.kernels:gemm", the function `gemm` in plugins/linear/kernels.py; or a function in
     `source`, the text of a module that was generated for these attributes.
 
-    `args`: the function's parameters by name, without its constexprs; an int is an i32, a float an fp32. `constexprs`: the
-    others. `grid`: up to three sums of products of numbers and SYMBOLS. `narrow`: which inputs the launch rounds to bf16
-    anyway. `multiples_of_16` names i32 arguments that are always such (constants and strides are recognised without it).
+    `args`: the function's parameters by name, without its constexprs; an int is an i32, a float an fp32.
+    `constexprs`: the others. `grid`: up to three sums of products of numbers and SYMBOLS. `narrow`: which inputs
+    the launch rounds to bf16 anyway. `multiples_of_16` names i32 arguments that are always such (constants and
+    strides are recognised without it).
     """
 
     kernel: str
