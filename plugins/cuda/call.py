@@ -1,4 +1,4 @@
-"""How a plug-in says which Triton kernels to launch: `CudaCall`, plain data that is compiled ahead of time and replayed.
+"""How a plug-in says which Triton kernels to launch: `CudaCall`, data that is compiled ahead of time and replayed.
 
 Comes in: a launch's attributes and types. Goes out: `CudaCall`, `Collective`, `CudaEnv`. Must not know: builder,
 runtime, operators, Triton.
