@@ -9,5 +9,5 @@ FACE = ["llmc", *(f"llmc.{name}" for name in find_packages("llmc"))]
 setup(
     packages=[*FACE, *(f"llmc.{name}" for name in FOUND)],
     package_dir={"llmc": "llmc", **{f"llmc.{name}": name.replace(".", "/") for name in FOUND}},
-    package_data={"": ["*.h", "*.cpp", "*.yaml", "*.jinja", "*.css", "*.json"]},
+    package_data={"": ["*.h", "*.cpp", "*.yaml", "*/*.yaml", "*.jinja", "*.css", "*.json"]},
 )

@@ -42,11 +42,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Target:
-    """`kind` "cpu", `isa` "x86-64-v3"; `features` are the /proc/cpuinfo flags that a machine must show."""
+    """`kind` "cpu", `isa` "x86-64-v3", or "cuda", "sm_90"; `features` are the /proc/cpuinfo flags that a machine must
+    show. `driver`: the least version of the GPU's driver, as cuDriverGetVersion counts (13000 is CUDA 13.0); 0: none.
+    """
 
     kind: str
     isa: str
     features: tuple[str, ...] = ()
+    driver: int = 0
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from llmc.builder.weights.recipe import parse
 from llmc.builder.weights.rounded import open_rounded, weight_name
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
-from llmc.profiles import Tactics, TargetDescription, load_profile, load_target
+from llmc.profiles import TargetDescription, load_cpu_target, load_profile, load_target
 
 __all__ = [
     "BuildOptions",
@@ -88,7 +88,7 @@ class _Front:
 
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
-    target = load_target(options.target)
+    target = load_cpu_target(options.target)
     profile = resolved_profile(checkpoint, options, target)
     # The scales of activations, keys and values are constants of the code: where they come from changes no size.
     options = dataclasses.replace(options, fp8_activations="token", verify_passes=False)
@@ -132,7 +132,7 @@ def compile_plan(
     own options, for the manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out`
     then that was not there before. Of those, a GateError carries the report of the build that was not published.
     """
-    target = load_target(options.target, Tactics.read(Path(options.tactics)) if options.tactics else None)
+    target = load_cpu_target(options.target, Path(options.tactics) if options.tactics else None)
     profile = resolved_profile(checkpoint, options, target)
     toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
     if table is not None:

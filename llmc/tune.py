@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llmc import flow
 from llmc.artifacts.plan import Plan
-from llmc.profiles import Tactics, load_target
+from llmc.profiles import Tactics, load_cpu_target
 from llmc.profiles.tactics import CHOICES
 from llmc.runtime.selftest import Probe
 
@@ -51,7 +51,7 @@ def tune(
     """The best tactics found; `shape`: options of `flow.build` that decide about kernels (precision, tp, profile).
     `tell` hears of each trial, and whether it was taken. Raises LlmcError as `flow.build` does.
     """
-    best = load_target(target).tactics
+    best = load_cpu_target(target).tactics
     with tempfile.TemporaryDirectory(prefix="llmc-tune-") as made:
         folder = Path(made)
 

@@ -1,10 +1,31 @@
-"""Shape profiles and targets as YAML, and their loaders. Must not know: the live machine, builder, plugins.
+"""Shape profiles, targets and GPUs as YAML, and their loaders. Must not know: the live machine, builder, plugins.
 
-Comes in: names or paths. Goes out: `ShapeProfile`, `TargetDescription`, `Tactics`.
+Comes in: names or paths. Goes out: `ShapeProfile`, `TargetDescription`, `Tactics`, `Gpu`.
 """
 
+from llmc.profiles.gpus import Gpu, gpu_names, load_gpu
 from llmc.profiles.loader import load_profile, profile_names
 from llmc.profiles.tactics import Tactics
-from llmc.profiles.targets import TargetDescription, load_target, target_names
+from llmc.profiles.targets import (
+    CpuTarget,
+    CudaTarget,
+    TargetDescription,
+    load_cpu_target,
+    load_target,
+    target_names,
+)
 
-__all__ = ["Tactics", "TargetDescription", "load_profile", "load_target", "profile_names", "target_names"]
+__all__ = [
+    "CpuTarget",
+    "CudaTarget",
+    "Gpu",
+    "Tactics",
+    "TargetDescription",
+    "gpu_names",
+    "load_cpu_target",
+    "load_gpu",
+    "load_profile",
+    "load_target",
+    "profile_names",
+    "target_names",
+]

@@ -30,8 +30,10 @@ class Fields:
     values: dict[str, Any]
 
     @staticmethod
-    def read(path: Path, known: Collection[str]) -> Fields:
-        """The mapping in a file; raises UsageError where it cannot be read, is no mapping or has other keys."""
+    def read(path: Path, known: Collection[str] | None = None) -> Fields:
+        """The mapping in a file; raises UsageError where it cannot be read, is no mapping or has other keys (None: any
+        keys will do).
+        """
         try:
             value = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -41,10 +43,13 @@ class Fields:
         return Fields.of(value, str(path), known)
 
     @staticmethod
-    def of(value: object, where: str, known: Collection[str]) -> Fields:
-        """A value that must be a mapping with no other than the known keys."""
-        if not isinstance(value, dict):
-            raise UsageError(f"{where}: is {value!r}, a mapping with the keys {', '.join(known)} is needed")
+    def of(value: object, where: str, known: Collection[str] | None = None) -> Fields:
+        """A value that must be a mapping, with no other than the known keys; None: keys are any texts."""
+        if not isinstance(value, dict) or (known is None and not all(isinstance(key, str) for key in value)):
+            keys = f"the keys {', '.join(known)}" if known is not None else "names as keys"
+            raise UsageError(f"{where}: is {value!r}, a mapping with {keys} is needed")
+        if known is None:
+            return Fields(where, value)
         for key in value:
             if key not in known:
                 raise UsageError(
@@ -62,6 +67,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.fail(key, "a whole number of at least 1 is needed")
         return value
+
+    def number(self, key: str) -> float:
+        """A number greater than 0."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.fail(key, "a number greater than 0 is needed")
+        return float(value)
 
     def text(self, key: str) -> str:
         """A string that is not empty."""

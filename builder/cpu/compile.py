@@ -23,7 +23,7 @@ from llmc.builder.cpu.cache import ObjectCache
 from llmc.builder.cpu.toolchain import Toolchain
 from llmc.plugins import INCLUDE_ROOT
 from llmc.plugins.cpu import CXX_FLAGS
-from llmc.profiles import TargetDescription
+from llmc.profiles import CpuTarget
 
 _FLAGS = (
     *CXX_FLAGS,
@@ -93,7 +93,7 @@ class Compiler:
     def __init__(
         self,
         toolchain: Toolchain,
-        target: TargetDescription,
+        target: CpuTarget,
         cache: ObjectCache | None = None,
         workers: int | None = None,
     ) -> None:

@@ -28,7 +28,7 @@ from llmc.builder.page.costs import WEIGHT_SPACES, Cost, Step, launch_costs
 from llmc.builder.page.stages import read_stages
 from llmc.builder.weights.placement import Placement
 from llmc.builder.weights.recipe import leaves, parse
-from llmc.profiles import load_target
+from llmc.profiles import load_cpu_target
 
 #: The context of the decode whose costs are shown, where the profile has room for it.
 _CONTEXT = 1024
@@ -66,7 +66,7 @@ def lower_plan(plan: Plan) -> Lowered:
     try:
         graphs = [parse_graph(bytes(plan.section(rank.graph)).decode(), attrs_of) for rank in m.ranks]
         vocab = [(rank.vocab_start, rank.vocab_size) for rank in m.ranks]
-        return lower(graphs, m.profile, load_target(f"{m.target.kind}:{m.target.isa}"), m.build.kv_dtype, vocab)
+        return lower(graphs, m.profile, load_cpu_target(f"{m.target.kind}:{m.target.isa}"), m.build.kv_dtype, vocab)
     except GraphError as error:
         raise PlanError(f"{plan.path}: written by {m.build.compiler}, and this llmc cannot read it: {error}") from error
 

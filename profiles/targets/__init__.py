@@ -1,12 +1,14 @@
-"""Targets: what machines code is generated for, one text file each. Comes in: `cpu` or `cpu:ISA`. Goes out:
-`TargetDescription`. Must not know: the live machine.
+"""Targets: what machines code is generated for, one text file each. Comes in: `cpu`, `cpu:ISA`, `cuda` or `cuda:sm_XX`.
+Goes out: `CpuTarget` or `CudaTarget`. Must not know: the live machine.
 
 Plain `cpu` is x86-64-v3, wherever the build runs: a plan's bytes must not depend on the machine that wrote it. Building
-for a level that the build machine lacks works; only running such a plan needs the machine.
+for a level, or for a GPU, that the build machine lacks works; only running such a plan needs the machine.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,23 +18,45 @@ from llmc.profiles.reading import Fields, suggestion
 from llmc.profiles.tactics import Tactics
 
 _FOLDER = Path(__file__).parent
-_KEYS = ("kind", "isa", "cxx_flags", "features", "block_sizes", "fp8_activations", "tactics")
-_DEFAULTS = {"cpu": "x86-64-v3"}
+_COMMON_KEYS = ("kind", "isa", "block_sizes", "fp8_activations", "tactics")
+_CPU_KEYS = (*_COMMON_KEYS, "cxx_flags", "features")
+_CUDA_KEYS = (*_COMMON_KEYS, "driver", "gpu")
+_DEFAULTS = {"cpu": "x86-64-v3", "cuda": "sm_90"}
+#: E4M3 is known to GPUs from this one on (Ada).
+_FIRST_FP8 = 89
+
+#: Operator -> name of a choice -> its numbers.
+CudaTactics = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True)
-class TargetDescription:
-    """`isa_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show;
-    `block_sizes`: tokens of a KV block that the kernels are written for; `fp8_activations` token|static|none: what an
-    FP8 build makes of inputs unless it is told; `tactics`: how kernels cut their work unless a file says otherwise.
+class TargetDescription(ABC):
+    """What all targets say. `block_sizes`: tokens of a KV block that the kernels are written for; `fp8_activations`
+    token|static|none: what an FP8 build makes of inputs unless it is told.
     """
 
     kind: str
     isa: str
-    isa_flags: tuple[str, ...]
-    features: tuple[str, ...]
     block_sizes: tuple[int, ...]
     fp8_activations: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.isa}"
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> Target:
+        """What the manifest says."""
+
+
+@dataclass(frozen=True)
+class CpuTarget(TargetDescription):
+    """`isa_flags` select the ISA in g++; `features` are the /proc/cpuinfo flags that a machine must show; `tactics`:
+    how kernels cut their work unless a file says otherwise.
+    """
+
+    isa_flags: tuple[str, ...]
+    features: tuple[str, ...]
     tactics: Tactics
 
     @property
@@ -40,34 +64,112 @@ class TargetDescription:
         """What g++ is told of the target."""
         return (*self.isa_flags, *self.tactics.cxx_flags)
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.isa}"
-
     @property
     def fingerprint(self) -> Target:
         """What the manifest says."""
         return Target(self.kind, self.isa, self.features)
 
 
+@dataclass(frozen=True)
+class CudaTarget(TargetDescription):
+    """`sm`: 90 for sm_90; `driver`: the least version of the driver, as cuDriverGetVersion counts (13000 is CUDA 13.0);
+    `gpu`: a GPU of this architecture (llmc.profiles.gpus), for estimates; `tactics`: numbers that kernels are compiled
+    with, by operator and name. `host`: what the code beside the kernels, the sampler, is compiled for.
+    """
+
+    sm: int
+    driver: int
+    gpu: str
+    tactics: CudaTactics
+    host: CpuTarget
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its instructions multiply E4M3."""
+        return self.sm >= _FIRST_FP8
+
+    @property
+    def fingerprint(self) -> Target:
+        """What the manifest says."""
+        return Target(self.kind, self.isa, self.host.features, self.driver)
+
+
 def target_names() -> list[str]:
     """All that `load_target` takes, without defaults."""
-    return sorted(f"cpu:{path.stem}" for path in _FOLDER.glob("*.yaml"))
+    return sorted(f"{path.parent.name}:{path.stem}" for path in _FOLDER.glob("*/*.yaml"))
 
 
-def load_target(name: str, tactics: Tactics | None = None) -> TargetDescription:
-    """The target `kind` or `kind:isa`, with `tactics` or its own. Raises UsageError with the names for any other."""
+def load_target(name: str, tactics: Path | None = None) -> CpuTarget | CudaTarget:
+    """The target `kind` or `kind:isa`, with the tactics of a file or its own. Raises UsageError with the names for any
+    other, and for tactics that this target does not have.
+    """
+    path, full = _locate(name)
+    if full.startswith("cpu:"):
+        return _cpu(Fields.read(path, _CPU_KEYS), tactics)
+    return _cuda(Fields.read(path, _CUDA_KEYS), tactics)
+
+
+def load_cpu_target(name: str = "cpu", tactics: Path | None = None) -> CpuTarget:
+    """The same, of a target of kind cpu alone; any other is a UsageError."""
+    target = load_target(name, tactics)
+    if not isinstance(target, CpuTarget):
+        raise UsageError(f"target {name!r} is not of kind cpu, which this needs")
+    return target
+
+
+def _locate(name: str) -> tuple[Path, str]:
     kind, _, isa = name.partition(":")
     full = f"{kind}:{isa or _DEFAULTS.get(kind, '')}"
     if full not in target_names():
         known = [*_DEFAULTS, *target_names()]
         raise UsageError(f"target {name!r} is not one of {', '.join(known)}{suggestion(name, known)}")
-    fields = Fields.read(_FOLDER / f"{full.partition(':')[2]}.yaml", _KEYS)
-    return TargetDescription(
+    kind, _, isa = full.partition(":")
+    return _FOLDER / kind / f"{isa}.yaml", full
+
+
+def _cpu(fields: Fields, tactics: Path | None) -> CpuTarget:
+    own = Tactics.of(fields.values.get("tactics"), f"{fields.where}: tactics")
+    return CpuTarget(
         kind=fields.text("kind"),
         isa=fields.text("isa"),
-        isa_flags=fields.sequence("cxx_flags", str),
-        features=fields.sequence("features", str),
         block_sizes=fields.sequence("block_sizes", int),
         fp8_activations=fields.text("fp8_activations"),
-        tactics=Tactics.of(fields.values.get("tactics"), f"{fields.where}: tactics") if tactics is None else tactics,
+        isa_flags=fields.sequence("cxx_flags", str),
+        features=fields.sequence("features", str),
+        tactics=own if tactics is None else Tactics.read(tactics),
     )
+
+
+def _cuda(fields: Fields, tactics: Path | None) -> CudaTarget:
+    own = read_cuda_tactics(Fields.of(fields.values.get("tactics"), f"{fields.where}: tactics"), None)
+    isa = fields.text("isa")
+    return CudaTarget(
+        kind=fields.text("kind"),
+        isa=isa,
+        block_sizes=fields.sequence("block_sizes", int),
+        fp8_activations=fields.text("fp8_activations"),
+        sm=int(isa.removeprefix("sm_")),
+        driver=_driver(fields),
+        gpu=fields.text("gpu"),
+        tactics=own if tactics is None else read_cuda_tactics(Fields.read(tactics, tuple(own)), own),
+        host=load_cpu_target(),
+    )
+
+
+def _driver(fields: Fields) -> int:
+    major, _, minor = fields.text("driver").partition(".")
+    if not major.isdigit() or not minor.isdigit():
+        raise fields.fail("driver", "a CUDA version such as '13.0' is needed")
+    return int(major) * 1000 + int(minor) * 10
+
+
+def read_cuda_tactics(given: Fields, own: CudaTactics | None) -> CudaTactics:
+    """Numbers by operator and name. Those of a file replace the target's `own`, and must be among them."""
+    found = {op: dict(choices) for op, choices in (own or {}).items()}
+    for op in given.values:
+        choices = Fields.of(given.values[op], f"{given.where}: {op}", own and own.get(op, {}))
+        for name in choices.values:
+            have = found.get(op, {}).get(name, {})
+            numbers = Fields.of(choices.values[name], f"{choices.where}: {name}", own and have)
+            found.setdefault(op, {})[name] = {**have, **{key: numbers.integer(key) for key in numbers.values}}
+    return found

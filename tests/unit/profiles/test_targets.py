@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from llmc.artifacts.errors import UsageError
+from llmc.artifacts.schema import Target
 from llmc.plugins.cpu.blocks import BLOCK_SIZES
-from llmc.profiles import load_target, target_names
+from llmc.profiles import gpu_names, load_cpu_target, load_gpu, load_target, target_names
 
 
 def test_plain_cpu_does_not_depend_on_the_machine() -> None:
     assert load_target("cpu") == load_target("cpu:x86-64-v3")
 
 
-@pytest.mark.parametrize("name", target_names())
+@pytest.mark.parametrize("name", [name for name in target_names() if name.startswith("cpu:")])
 def test_files_agree_with_their_names_and_with_the_kernels(name: str) -> None:
-    target = load_target(name)
+    target = load_cpu_target(name)
     assert str(target) == name
     assert f"-march={target.isa.removesuffix('-vnni')}" in target.cxx_flags
     assert target.block_sizes == BLOCK_SIZES
@@ -27,7 +28,41 @@ def test_a_higher_level_needs_all_of_the_lower() -> None:
     assert v3 < v4 < vnni
 
 
-@pytest.mark.parametrize("name", ["gpu", "cpu:x86-64-v9", "cpu:native", "", "cuda:sm_90"])
+@pytest.mark.parametrize("name", ["gpu", "cpu:x86-64-v9", "cpu:native", "", "cuda:sm_70", "cuda:90"])
 def test_unknown_targets_are_refused_with_the_names(name: str) -> None:
-    with pytest.raises(UsageError, match="is not one of cpu, cpu:x86-64-v3, cpu:x86-64-v4"):
+    with pytest.raises(UsageError, match=r"is not one of cpu, cuda, cpu:x86-64-v3, cpu:x86-64-v4, .*cuda:sm_80, "):
         load_target(name)
+
+
+def test_plain_cuda_is_hopper() -> None:
+    assert load_target("cuda") == load_target("cuda:sm_90")
+
+
+@pytest.mark.parametrize("name", [name for name in target_names() if name.startswith("cuda:")])
+def test_files_of_gpus_agree_with_their_names(name: str) -> None:
+    target = load_target(name)
+    assert str(target) == name == f"cuda:sm_{target.sm}"
+    assert target.fp8 == (target.fp8_activations == "token") == (target.sm >= 89)
+    assert target.fingerprint == Target("cuda", f"sm_{target.sm}", load_target("cpu").features, 13000)
+    gpu = load_gpu(target.gpu)
+    assert gpu.sm == target.sm
+    assert (gpu.fp8_flops is not None) == target.fp8
+
+
+def test_only_a_cpu_target_is_taken_where_one_is_needed() -> None:
+    with pytest.raises(UsageError, match="target 'cuda:sm_90' is not of kind cpu"):
+        load_cpu_target("cuda:sm_90")
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_gpus_have_a_target_and_sensible_rates(name: str) -> None:
+    gpu = load_gpu(name)
+    assert f"cuda:sm_{gpu.sm}" in target_names()
+    assert 20e9 < gpu.memory < 200e9
+    assert 20 < gpu.bf16_flops / gpu.bandwidth < 500  # the batch from which a decode step is bound by arithmetic
+    assert gpu.fp8_flops is None or gpu.fp8_flops / gpu.bf16_flops == pytest.approx(2, rel=0.02)
+
+
+def test_an_unknown_gpu_is_refused_with_the_names() -> None:
+    with pytest.raises(UsageError, match=r"GPU 'h100' is not one of a100-sxm-80gb, .*; did you mean 'h100-sxm'"):
+        load_gpu("h100")
