@@ -97,7 +97,7 @@ _OF_STOP_AFTER = frozenset(
     "--gate", help="Bounds: ppl=1.5%,kl=0.02,top1=0.93,cosine=0.99,greedy=0.9, or off. Default: by precision."
 )
 @click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Text to compare on: .txt, .jsonl, folder.")
-@click.option("--eval-windows", default=8, show_default=True, type=click.IntRange(min=1), help="Windows of it.")
+@click.option("--eval-windows", default=6, show_default=True, type=click.IntRange(min=1), help="Windows of it.")
 @click.option("--eval-length", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens of a window.")
 @click.option("--no-evaluate", is_flag=True, help="Skip the comparison with Hugging Face on text, and so the gate.")
 @click.option(

@@ -105,7 +105,7 @@ def examine(source: Source, path: Path, exam: Exam, text: EvaluationText | None,
 def _golden(source: Source, probe: Probe) -> dict[str, Any]:
     """The engine's answers, and beside each token the one that the checkpoint has for that place."""
     prompts, count = _prompts(source, probe.plan)
-    answers = [probe.greedy(ids, count) for ids in prompts]
+    answers = probe.greedy(prompts, count)
     rows = zip(prompts, forced(source.reference, prompts, answers), answers, strict=True)
     return {
         "tokens": count,
@@ -161,7 +161,7 @@ def _continuations(source: Source, probe: Probe, windows: Sequence[Sequence[int]
     """
     heads = [list(window[: max(1, min(_PROMPT, len(window) // 2))]) for window in windows]
     room = probe.plan.manifest.profile.max_seq_len
-    answers = [probe.greedy(head, min(_CONTINUATION, room - len(head))) for head in heads]
+    answers = probe.greedy(heads, min(_CONTINUATION, room - max(map(len, heads))))
     expected = forced(source.reference, heads, answers)
     return [h == e for hf, engine in zip(expected, answers, strict=True) for h, e in zip(hf, engine, strict=True)]
 

@@ -49,7 +49,7 @@ def build(
     gate: str | None = None,
     evaluate: bool = True,
     eval_text: str | Path | None = None,
-    eval_windows: int = 8,
+    eval_windows: int = 6,
     eval_length: int = 512,
     verify_passes: bool = False,
     dump: str | Path | None = None,

@@ -92,7 +92,7 @@ class Exam:
     evaluate: bool = True
     gate: Gate | None = None
     text: Path | None = None
-    windows: int = 8
+    windows: int = 6
     length: int = 512
 
     def settings(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Asks a finished engine directly, one sequence and no scheduler: for golden answers and for comparing logits.
+"""Asks a finished engine directly, without a scheduler: for golden answers and for comparing logits.
 
 Comes in: a plan, token ids. Goes out: logits, greedy tokens, findings. Must not know: requests, sampling, text.
 """
@@ -24,7 +24,9 @@ PATIENCE = 3600.0
 
 
 class Probe:
-    """An executor with blocks for one sequence; use it in a `with`. Raises LlmcError for a plan that does not load."""
+    """An executor with blocks for one sequence of full length, or several short ones; use it in a `with`. Raises
+    LlmcError for a plan that does not load.
+    """
 
     def __init__(self, plan: Plan | Path, *, threads: int | None = None) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan.open(plan)
@@ -53,20 +55,46 @@ class Probe:
         """f32[T, vocab]: all of them."""
         return np.concatenate([piece.copy() for piece in self.pieces(ids, chunk)])
 
-    def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        """f32[vocab]: the logits behind the last token, in steps as large as the profile allows."""
-        size = self.plan.manifest.profile.max_num_batched_tokens
-        for start in range(0, len(ids), size):
-            last = self.step(ids[start : start + size], start, 1)
-        return last[0]
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """The `count` tokens that follow each prompt, each the first with the highest logit; no end token ends them.
 
-    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow, each the first with the highest logit; it does not stop at an end token."""
-        tokens = [int(self.prefill(ids).argmax())]
-        while len(tokens) < count:
-            start = len(ids) + len(tokens) - 1
-            tokens.append(int(self.step(tokens[-1:], start, 1)[0].argmax()))
-        return tokens
+        As many at a time as there are blocks for: an answer does not depend on its company.
+        """
+        answers: list[list[int]] = []
+        while len(answers) < len(prompts):
+            answers += self._greedy_together(self._fitting(prompts[len(answers) :], count), count)
+        return answers
+
+    def _fitting(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[Sequence[int], array[int]]]:
+        """The first of the prompts, one at least, each with blocks of its own for its tokens and the answer's."""
+        profile = self.plan.manifest.profile
+        chosen: list[tuple[Sequence[int], array[int]]] = []
+        first = 0
+        for ids in prompts[: min(profile.max_num_seqs, profile.max_num_batched_tokens)]:
+            last = first + -(-(len(ids) + count) // profile.block_size)
+            if chosen and last > len(self._blocks):
+                break
+            chosen.append((ids, self._blocks[first:last]))
+            first = last
+        return chosen
+
+    def _greedy_together(self, work: Sequence[tuple[Sequence[int], array[int]]], count: int) -> list[list[int]]:
+        size = self.plan.manifest.profile.max_num_batched_tokens
+        answers: list[list[int]] = []
+        for slot, (ids, blocks) in enumerate(work):
+            for start in range(0, len(ids), size):
+                chunk = Chunk(array("i", ids[start : start + size]), start, blocks, 1, slot)
+                last = self._executor.run(StepBatch([chunk]))
+            answers.append([int(last[0].argmax())])
+        for _ in range(count - 1):
+            chunks = [
+                Chunk(array("i", answer[-1:]), len(ids) + len(answer) - 1, blocks, 1, slot)
+                for slot, ((ids, blocks), answer) in enumerate(zip(work, answers, strict=True))
+            ]
+            best = self._executor.run(StepBatch(chunks)).argmax(-1)
+            for answer, token in zip(answers, best, strict=True):
+                answer.append(int(token))
+        return answers
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -85,15 +113,15 @@ def check_golden(path: Path) -> list[Finding]:
     golden = json.loads(bytes(plan.section(GOLDEN)))
     findings = []
     with Probe(plan) as probe:
-        for number, prompt in enumerate(golden["prompts"]):
-            subject = f"golden prompt {number} ({len(prompt['ids'])} tokens)"
-            have, want = probe.greedy(prompt["ids"], golden["tokens"]), prompt["engine_tokens"]
-            if want is None:
-                detail = "was built on a machine that could not run it: nothing to compare with"
-                findings.append(Finding(subject, False, detail))
-                continue
-            same = sum(h == w for h, w in zip(have, prompt["hf_tokens"], strict=True))
-            answer = "the same tokens as when it was built" if have == want else f"{have}, when it was built {want}"
-            detail = f"{answer}; {same} of {len(have)} as Hugging Face at fp32"
-            findings.append(Finding(subject, have == want, detail))
+        answers = probe.greedy([prompt["ids"] for prompt in golden["prompts"]], golden["tokens"])
+    for number, (prompt, have) in enumerate(zip(golden["prompts"], answers, strict=True)):
+        subject, want = f"golden prompt {number} ({len(prompt['ids'])} tokens)", prompt["engine_tokens"]
+        if want is None:
+            detail = "was built on a machine that could not run it: nothing to compare with"
+            findings.append(Finding(subject, False, detail))
+            continue
+        same = sum(h == w for h, w in zip(have, prompt["hf_tokens"], strict=True))
+        answer = "the same tokens as when it was built" if have == want else f"{have}, when it was built {want}"
+        detail = f"{answer}; {same} of {len(have)} as Hugging Face at fp32"
+        findings.append(Finding(subject, have == want, detail))
     return findings

@@ -37,7 +37,7 @@ def cosines(tmp_path: Path, family: str, **options: Any) -> tuple[np.ndarray, bo
     save_tiny(tmp_path / "model", model(family))
     llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=str(profile), evaluate=False, **options)
     with Probe(tmp_path / "engine.plan") as probe:
-        tokens = probe.greedy(PROMPT, DECODED)
+        (tokens,) = probe.greedy([PROMPT], DECODED)
         have = probe.logits(PROMPT + tokens).astype(np.float64)
     with torch.inference_mode():
         out = model(family)(torch.tensor([PROMPT + tokens]), use_cache=False).logits[0]

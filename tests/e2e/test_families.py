@@ -33,7 +33,7 @@ def built(tmp_path: Path, family: str, **options: object) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_matches_hugging_face(family: str, tmp_path: Path) -> None:
     with Probe(built(tmp_path, family, precision="fp32")) as probe:
-        tokens = probe.greedy(PROMPT, DECODED)
+        (tokens,) = probe.greedy([PROMPT], DECODED)
         ids = PROMPT + tokens
         have = probe.logits(ids).astype(np.float64)
     want = reference(family, ids)

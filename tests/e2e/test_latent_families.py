@@ -37,7 +37,7 @@ def cosines(family: str, ids: list[int], have: np.ndarray) -> np.ndarray:
 def test_engine_matches_hugging_face(family: str, tp: int, tmp_path: Path) -> None:
     """Prompt and decodes: the same logits and greedy tokens; two ranks have 2 and 1 of the 3 heads."""
     with Probe(built(tmp_path, family, precision="fp32", tp=tp)) as probe:
-        tokens = probe.greedy(PROMPT, DECODED)
+        (tokens,) = probe.greedy([PROMPT], DECODED)
         ids = PROMPT + tokens
         have = probe.logits(ids).astype(np.float64)
     assert cosines(family, ids, have).min() >= 0.99999

@@ -140,6 +140,15 @@ def test_logits_are_bit_for_bit_the_same_in_any_chunks(smollm2_plan: Path, windo
             assert np.array_equal(probe.logits(windows[0], chunk=chunk), whole), chunk
 
 
+def test_greedy_answers_are_the_same_together_and_in_groups(smollm2_plan: Path, windows) -> None:
+    prompts = [windows[0][: 3 + 7 * n] for n in range(6)]
+    with Probe(smollm2_plan) as probe:
+        alone = [probe.greedy([prompt], 6)[0] for prompt in prompts]
+        assert probe.greedy(prompts, 6) == alone
+        probe._blocks = probe._blocks[:5]  # so few that they go in groups, and the largest takes them all
+        assert probe.greedy(prompts, 6) == alone
+
+
 def _children(pid: int) -> list[int]:
     out = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
     return [int(line) for line in out.split()]
