@@ -1,0 +1,332 @@
+"""Runs the launches of `plugins/<operator>/cuda.py` in the interpreter on numpy arrays, as an executor would, and
+compares them with the operator's reference. What kernel tests of the cuda targets share.
+
+Every byte that nobody has written is 0xFF, which is NaN in every float: what a kernel reads without right shows. Rows
+of matrices lie further apart than they are wide, blocks hold other layers' bytes too, slots other states'.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.builder.cuda.interpret import Address, Interpreter, resolve
+from llmc.plugins.cpu.call import Pointer, RowStride
+from llmc.plugins.cuda.call import (
+    Arg,
+    Collective,
+    CudaCall,
+    CudaEnv,
+    Pool,
+    States,
+    StepArray,
+    Symbol,
+    Temporary,
+)
+from llmc.plugins.operator import Operator, StepContext
+
+#: Of the memory that kernels share with the tests: pages that no test touches are never there.
+MEMORY = 1 << 30
+#: Elements between the rows of matrices that are no part of them.
+GAP = 16
+#: Bytes of a block (a slot) before a layer's (a state's) part.
+BEFORE = 256
+UNWRITTEN = 0xFF
+
+
+@functools.cache
+def interpreter() -> Interpreter:
+    """One child for all tests of this process."""
+    child = Interpreter(MEMORY)
+    atexit.register(child.close)
+    return child
+
+
+@dataclass
+class Step:
+    """What launches know of a step: the context, `rows` (S), and how many padded sequences follow its own."""
+
+    context: StepContext
+    rows: int = 0
+    padded: int = 0
+    ids: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.context.query_start[-1]) + self.padded
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """STEP_ARRAYS, padded sequences included: their block tables and slots lead nowhere."""
+        c = self.context
+        counts = np.diff(c.query_start)
+        first = np.repeat(c.context_len - c.query_start[1:], counts)
+        tables = c.block_tables.reshape(len(c.context_len), -1)
+        wrong = np.full((self.padded, tables.shape[1]), -(2**30))
+        slots = c.state_slots if len(c.state_slots) else np.zeros(len(counts))
+        arrays = {
+            "ids": np.zeros(self.tokens) if self.ids is None else self.ids,
+            "positions": np.append(first + np.arange(len(first)), [-1] * self.padded),
+            "sequence": np.append(np.repeat(np.arange(len(counts)), counts), len(counts) + np.arange(self.padded)),
+            "query_start": np.append(c.query_start, c.query_start[-1] + 1 + np.arange(self.padded)),
+            "context_len": np.append(c.context_len, [0] * self.padded),
+            "block_tables": np.concatenate([tables, wrong]),
+            "state_slots": np.append(slots, [-(2**30)] * self.padded),
+            "rows": np.arange(self.rows),
+        }
+        return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+    def symbols(self) -> dict[str, int]:
+        """SYMBOLS and `table_stride`."""
+        c = self.context
+        return {
+            "T": self.tokens,
+            "S": self.rows,
+            "num_seqs": len(c.context_len) + self.padded,
+            "max_context": int(max(c.context_len, default=0)),
+            "table_stride": int(c.block_tables.shape[-1]),
+        }
+
+
+@dataclass
+class Value:
+    """An input or output in memory."""
+
+    address: Address
+    stride: int
+    view: np.ndarray
+
+
+@dataclass
+class Machine:
+    """Lays values out in the interpreter's memory and answers what arguments are."""
+
+    step: Step
+    env: CudaEnv
+    top: int = 4096
+    values: dict[Pointer, Value] = field(default_factory=dict)
+    arrays: dict[str, Address] = field(default_factory=dict)
+    temporaries: dict[str, Address] = field(default_factory=dict)
+    pool: Address | None = None
+    slots: Address | None = None
+
+    def space(self, nbytes: int, dtype: str) -> Address:
+        """New memory, unwritten."""
+        address = Address(self.top, nbytes, dtype)
+        self.top += -(-nbytes // 256) * 256 + 256
+        assert self.top < MEMORY
+        interpreter().memory[address.offset : self.top] = UNWRITTEN
+        return address
+
+    def bytes(self, address: Address) -> np.ndarray:
+        return interpreter().memory[address.offset : address.offset + address.nbytes]
+
+    def value(self, pointer: Pointer, kind: TensorType, array: np.ndarray | None) -> None:
+        """Places an input, or room for an output; an axis named by a symbol makes rows."""
+        dtype = self.env.stored.get((pointer.side, pointer.index), kind.dtype)
+        symbols = self.step.symbols()
+        shape = [symbols[d] if isinstance(d, str) else d for d in kind.shape]
+        width = prod(shape[1:])
+        apart = GAP if kind.rank == 2 and isinstance(kind.shape[0], str) else 0
+        item = NUMPY_DTYPES["u8" if kind.dtype == "u4" else dtype].itemsize
+        if kind.dtype == "u4":
+            width //= 2
+        stride = width + apart
+        rows = shape[0] if shape else 1
+        address = self.space(max(0, (rows - 1) * stride + width) * item, dtype)
+        memory = interpreter().memory[address.offset : address.offset + rows * stride * item]
+        table = memory.view("u1" if kind.dtype == "u4" else NUMPY_DTYPES[dtype]).reshape(rows, stride)
+        if array is not None:
+            flat = np.asarray(array).reshape(len(array) if array.ndim else 1, -1)
+            if kind.dtype == "u4":
+                flat = flat[:, ::2].astype(np.uint8) | flat[:, 1::2].astype(np.uint8) << 4
+            table[: len(flat), :width] = flat.astype(table.dtype)
+        self.values[pointer] = Value(address, stride, table[:, :width].reshape([*shape[:1], *shape[1:]] or [1]))
+
+    def argument(self, arg: Arg) -> Address | int | float:
+        """What the executor would pass."""
+        match arg:
+            case Pointer():
+                return self.values[arg].address
+            case RowStride(side, index):
+                return self.values[Pointer(side, index)].stride
+            case StepArray(name):
+                return self.arrays[name]
+            case Symbol(name):
+                return self.step.symbols()[name]
+            case Pool(offset=offset, dtype=dtype):
+                assert self.pool is not None
+                return Address(self.pool.offset + BEFORE + offset, self.pool.nbytes - BEFORE - offset, dtype)
+            case States():
+                assert self.slots is not None
+                return Address(self.slots.offset + BEFORE, self.slots.nbytes - BEFORE, "f32")
+            case Temporary(name, dtype, elements):
+                count = sum(product.value(self.step.symbols()) for product in elements)
+                if name not in self.temporaries:
+                    self.temporaries[name] = self.space(count * NUMPY_DTYPES[dtype].itemsize, dtype)
+                return self.temporaries[name]
+        return arg
+
+
+def launches(operator: Operator, attrs: Any, types: Sequence[TensorType], env: CudaEnv) -> tuple[Any, ...]:
+    """What the plug-in launches."""
+    module = importlib.import_module(f"llmc.plugins.{operator.name}.cuda")
+    return tuple(module.launch(attrs, types, operator.infer(attrs, types), env))
+
+
+def execute(
+    operator: Operator, attrs: Any, types: Sequence[TensorType], inputs: Sequence[np.ndarray], step: Step, env: CudaEnv
+) -> list[np.ndarray]:
+    """Runs the launches; returns the outputs as they lie in memory, without padded rows. Writes `step.context`'s cache
+    and states, as the reference does. `types` have symbols where rows are.
+    """
+    machine = Machine(step, env)
+    for name, array in step.arrays().items():
+        machine.arrays[name] = machine.space(array.nbytes, "i32")
+        machine.bytes(machine.arrays[name])[:] = array.reshape(-1).view(np.uint8)
+    for index, (kind, array) in enumerate(zip(types, inputs, strict=True)):
+        machine.value(Pointer("in", index), kind, array)
+    outputs = operator.infer(attrs, types)
+    for index, kind in enumerate(outputs):
+        machine.value(Pointer("out", index), kind, None)
+    caches, states = _place_cache(machine), _place_states(machine)
+    for call in launches(operator, attrs, types, env):
+        if not isinstance(call, Collective):
+            assert isinstance(call, CudaCall)
+            interpreter().run([resolve(call, machine.argument, step.symbols())])
+    for array, view in [*caches, *states]:
+        array[...] = view
+    results = []
+    for index, kind in enumerate(outputs):
+        value = machine.values[Pointer("out", index)]
+        rows = len(value.view) - (step.padded if kind.shape[:1] in (("T",), ("S",)) else 0)
+        results.append(value.view[:rows].copy())
+        _check_gaps(value, kind)
+    return results
+
+
+def _check_gaps(value: Value, kind: TensorType) -> None:
+    """Between the rows of an output nothing was written."""
+    if kind.rank == 2 and isinstance(kind.shape[0], str) and len(value.view):
+        rows, width = value.view.shape
+        whole = np.lib.stride_tricks.as_strided(value.view, (rows, value.stride), value.view.strides)
+        assert (np.ascontiguousarray(whole[:, width:]).view(np.uint8) == UNWRITTEN).all()
+
+
+def layer_bytes(step: Step, layer: int) -> int:
+    """One layer's part of a block."""
+    cache = step.context.kv[layer]
+    return cache.keys[0].nbytes + cache.values[0].nbytes
+
+
+def environment(step: Step, decode: bool = False, sm: int = 90, **more: Any) -> CudaEnv:
+    """A `CudaEnv` that fits the step and its memory here."""
+    c = step.context
+    given: dict[str, Any] = {"block_size": c.block_size, "max_context": 4096, "max_sequences": 64}
+    for layer, cache in c.kv.items():
+        given["kv_dtype"] = next(name for name, kind in NUMPY_DTYPES.items() if kind == cache.keys.dtype)
+        given["kv_block_bytes"] = layer_bytes(step, layer) + 2 * BEFORE
+    for state in c.states.values():
+        given["slot_bytes"] = state[0].nbytes + 2 * BEFORE
+    tokens = (1, 64) if decode else (1, 4096)
+    return CudaEnv(**{"sm": sm, "tokens": tokens, "decode": decode, **given, **more})
+
+
+def _place_cache(machine: Machine) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The pool with the blocks of the one layer; pairs of the reference's array and its place, as it sees it."""
+    pairs = []
+    for cache in machine.step.context.kv.values():
+        size = machine.env.kv_block_bytes
+        machine.pool = machine.space(len(cache.keys) * size, machine.env.kv_dtype)
+        blocks = machine.bytes(machine.pool).reshape(-1, size)[:, BEFORE:]
+        split = cache.keys[0].nbytes
+        for array, part in (
+            (cache.keys, blocks[:, :split]),
+            (cache.values, blocks[:, split : split + cache.values[0].nbytes]),
+        ):
+            if array.size:
+                count, tokens, heads, width = array.shape
+                place = part.view(array.dtype).reshape(count, heads, tokens, width, copy=False).swapaxes(1, 2)
+                place[...] = array
+                pairs.append((array, place))
+    return pairs
+
+
+def _place_states(machine: Machine) -> list[tuple[np.ndarray, np.ndarray]]:
+    pairs = []
+    for array in machine.step.context.states.values():
+        size = machine.env.slot_bytes
+        machine.slots = machine.space(len(array) * size, "f32")
+        part = machine.bytes(machine.slots).reshape(-1, size)[:, BEFORE : BEFORE + array[0].nbytes]
+        place = part.view(np.float32).reshape(array.shape, copy=False)
+        place[...] = array
+        pairs.append((array, place))
+    return pairs
+
+
+def as_stored(types: Sequence[TensorType], inputs: Sequence[np.ndarray], env: CudaEnv) -> list[np.ndarray]:
+    """The inputs rounded to what lies in memory, so that the reference computes with the same numbers."""
+    given = []
+    for index, (kind, array) in enumerate(zip(types, inputs, strict=True)):
+        dtype = NUMPY_DTYPES[env.stored.get(("in", index), kind.dtype)]
+        given.append(array.astype(dtype).astype(NUMPY_DTYPES[kind.dtype]))
+    return given
+
+
+def check(
+    operator: Operator,
+    attrs: Any,
+    types: Sequence[TensorType],
+    inputs: Sequence[np.ndarray],
+    step: Step,
+    env: CudaEnv,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    cache_ulps: int = 1,
+) -> list[np.ndarray]:
+    """Runs both and compares outputs, cache and states; outputs in bf16 may be one rounding away. `cache_ulps`: by how
+    many numbers of its dtype a cached one may differ, as a value halfway between two may fall on either side.
+    """
+    wanted = copy.deepcopy(step.context)
+    given = as_stored(types, inputs, env)
+    expected = operator.reference(wanted, attrs, given)
+    found = execute(operator, attrs, types, given, step, env)
+    for index, (want, got) in enumerate(zip(expected, found, strict=True)):
+        dtype = env.stored.get(("out", index), "f32")
+        relative = max(rtol, 2**-8) if dtype == "bf16" else rtol
+        np.testing.assert_allclose(
+            got.astype(np.float64).reshape(want.shape), want, relative, atol, err_msg=f"output {index}"
+        )
+    for layer, cache in wanted.kv.items():
+        for want, got in ((cache.keys, step.context.kv[layer].keys), (cache.values, step.context.kv[layer].values)):
+            apart = np.abs(_ordered(want) - _ordered(got))
+            assert not apart.size or apart.max() <= cache_ulps, f"cached numbers {apart.max()} apart"
+    for state, array in wanted.states.items():
+        np.testing.assert_allclose(step.context.states[state], array, rtol, atol, err_msg=f"state {state}")
+    return found
+
+
+def _ordered(array: np.ndarray) -> np.ndarray:
+    """Floats as integers whose difference counts the numbers between them; every NaN is the same."""
+    bits = array.view(f"i{array.itemsize}").astype(np.int64)
+    ordered = np.where(bits < 0, -(bits & (2 ** (8 * array.itemsize - 1) - 1)), bits)
+    return np.where(np.isnan(array.astype(np.float32)), 2**40, ordered)
+
+
+def stored(names: Mapping[tuple[str, int], str]) -> dict[str, Any]:
+    """`CudaEnv.stored`, for `environment`."""
+    return {"stored": dict(names)}
+
+
+def plain_step(tokens: int, rows: int = 0) -> Step:
+    """A step of one sequence without cache, for operators that know nothing of sequences."""
+    context = StepContext(16, np.array([0, tokens], np.int32), np.array([tokens], np.int32), np.zeros((1, 1), np.int32))
+    return Step(context, rows or tokens)
