@@ -1,9 +1,10 @@
-"""`llmc serve`: a plan over HTTP."""
+"""`llmc serve`: a plan over HTTP. Options of the engine bear the names of `CoreOptions`, and go there as they are."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,7 +47,6 @@ def parse_weights(text: str) -> dict[str, float]:
 )
 @click.option(
     "--priority-weights",
-    "weights",
     default="interactive=3,batch=1",
     show_default=True,
     callback=lambda _, __, text: parse_weights(text),
@@ -120,19 +120,7 @@ def command(
     lock: Path | None,
     host: str,
     port: int,
-    kv_bytes: int | None,
-    max_num_seqs: int | None,
-    max_num_batched_tokens: int | None,
-    itl_budget_ms: float | None,
-    max_long_prefills: int,
-    weights: dict[str, float],
-    max_num_queued_reqs: int,
-    queue_timeout: float | None,
-    kv_host_bytes: int | None,
-    prefix_cache: bool,
     names: tuple[str, ...],
-    threads: int | None,
-    step_timeout: float,
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     ssl_certfile: Path | None,
@@ -143,6 +131,7 @@ def command(
     log_format: str,
     log_requests: bool,
     shutdown_timeout: float,
+    **engine: Any,
 ) -> None:
     """Serve PLAN over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /ready, /version, /metrics."""
     from llmc.runtime.options import CoreOptions
@@ -151,20 +140,6 @@ def command(
     from llmc.runtime.server.serve import ServeConfig, serve
     from llmc.runtime.server.slo import Slo
 
-    options = CoreOptions(
-        kv_bytes=kv_bytes,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        threads=threads,
-        step_timeout=step_timeout,
-        itl_budget_ms=itl_budget_ms,
-        max_long_prefills=max_long_prefills,
-        priority_weights=weights,
-        max_num_queued_reqs=max_num_queued_reqs,
-        queue_timeout=queue_timeout,
-        kv_host_bytes=kv_host_bytes,
-        prefix_cache=prefix_cache,
-    )
     app = AppOptions(read_keys(api_keys, api_key_file), allowed_origins, max_body_bytes, log_requests)
     config = ServeConfig(
         plan,
@@ -173,7 +148,7 @@ def command(
         host,
         port,
         names,
-        options,
+        CoreOptions.of(engine),
         shutdown_timeout,
         app,
         ssl_certfile,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmc.artifacts.errors import LlmcError as LlmcError
     from llmc.flow import build as build
     from llmc.runtime.engine import Engine as Engine
+    from llmc.runtime.messages import Handling as Handling
     from llmc.runtime.messages import SamplingParams as SamplingParams
 
 
@@ -26,10 +27,11 @@ _HOMES = {
     "LlmcError": "llmc.artifacts.errors",
     "build": "llmc.flow",
     "Engine": "llmc.runtime.engine",
+    "Handling": "llmc.runtime.messages",
     "SamplingParams": "llmc.runtime.messages",
 }
 
-__all__ = ["Engine", "LlmcError", "SamplingParams", "__version__", "build"]
+__all__ = ["Engine", "Handling", "LlmcError", "SamplingParams", "__version__", "build"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,13 +24,14 @@ from typing import Any, Self, TypeVar
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.chat_template import Message
-from llmc.runtime.messages import SamplingParams
+from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.model_text import ModelText, Request
 from llmc.runtime.options import CoreOptions
+from llmc.runtime.params import check_handling
 from llmc.runtime.sequence import Counts, Delta, TokenEntry
 from llmc.runtime.service import Service
 
-__all__ = ["Answer", "Delta", "Engine", "SamplingParams"]
+__all__ = ["Answer", "Delta", "Engine", "Handling", "SamplingParams"]
 
 T = TypeVar("T")
 
@@ -62,37 +63,20 @@ class Answer:
 class Engine:
     """A loaded plan. Raises LlmcError when it cannot be loaded; `close` (or leaving `with`) ends its processes.
 
-    The options are those of `CoreOptions`. `core_command` stands in for the core's process in tests.
+    `options` are the fields of `CoreOptions`, each by its name. How requests are treated beside one another (class,
+    sharing of prefixes) is said with each call, by a `Handling`. `core_command` stands in for the core in tests.
     """
 
-    def __init__(
-        self,
-        plan: str | Path | Plan,
-        *,
-        kv_bytes: int | None = None,
-        num_blocks: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        threads: int | None = None,
-        prefix_cache: bool = True,
-        core_command: Seq[str] | None = None,
-    ) -> None:
+    def __init__(self, plan: str | Path | Plan, *, core_command: Seq[str] | None = None, **options: Any) -> None:
         opened = plan if isinstance(plan, Plan) else Plan.open(plan)
-        options = CoreOptions(
-            kv_bytes=kv_bytes,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            threads=threads,
-            prefix_cache=prefix_cache,
-        )
+        wanted = CoreOptions.of(options)
         self.plan = opened
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llmc-engine", daemon=True)
         self._thread.start()
         self._closed = False
         try:
-            self._service = self._run(Service.start(opened, options, command=core_command))
+            self._service = self._run(Service.start(opened, wanted, command=core_command))
             self._run(self._service.wait_ready())
         except BaseException:
             self._stop_loop()
@@ -116,6 +100,8 @@ class Engine:
         self,
         prompts: str | list[int] | Seq[str | list[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        handling: Handling = Handling(),  # noqa: B008 - frozen
     ) -> list[Answer]:
         """One answer per prompt (text, or token ids), in their order.
 
@@ -126,7 +112,7 @@ class Engine:
         chosen = list(params) if isinstance(params, list | tuple) else [params] * len(many)
         if len(chosen) != len(many):
             raise UsageError(f"{len(many)} prompts and {len(chosen)} SamplingParams: give one, or one per prompt")
-        return self._answers([self._request(p, c) for p, c in zip(many, chosen, strict=True)])  # type: ignore[arg-type]
+        return self._answers([self._request(p, c) for p, c in zip(many, chosen, strict=True)], handling)  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -134,25 +120,33 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
+        handling: Handling = Handling(),  # noqa: B008 - frozen
     ) -> list[Answer]:
         """One answer per chat: a list of messages with `role` and `content`, or a list of such lists.
 
         Errors as for `generate`.
         """
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        return self._answers([self._chat_request(chat, params, chat_template_kwargs) for chat in chats])  # type: ignore[arg-type]
+        requests = [self._chat_request(chat, params, chat_template_kwargs) for chat in chats]  # type: ignore[arg-type]
+        return self._answers(requests, handling)
 
-    def _answers(self, requests: list[Request]) -> list[Answer]:
+    def _answers(self, requests: list[Request], handling: Handling) -> list[Answer]:
         answers = [Answer() for _ in requests]
-        for index, delta in self._deltas(requests):
+        for index, delta in self._deltas(requests, handling):
             answers[index].add(delta)
         return answers
 
     # Streams
 
-    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        handling: Handling = Handling(),  # noqa: B008 - frozen
+    ) -> Iterator[Delta]:
         """The answer as it comes. Closing the iterator aborts it."""
-        for _, delta in self._deltas([self._request(prompt, params)]):
+        for _, delta in self._deltas([self._request(prompt, params)], handling):
             yield delta
 
     def chat_stream(
@@ -161,9 +155,10 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
+        handling: Handling = Handling(),  # noqa: B008 - frozen
     ) -> Iterator[Delta]:
         """The answer to a chat as it comes. Closing the iterator aborts it."""
-        for _, delta in self._deltas([self._chat_request(messages, params, chat_template_kwargs)]):
+        for _, delta in self._deltas([self._chat_request(messages, params, chat_template_kwargs)], handling):
             yield delta
 
     def _request(self, prompt: str | list[int], params: SamplingParams | None) -> Request:
@@ -176,14 +171,15 @@ class Engine:
         ids = self.text.encode_chat(messages, variables=variables)
         return self.text.request(ids, params or self.text.params({}), "messages")
 
-    def _deltas(self, requests: list[Request]) -> Iterator[tuple[int, Delta]]:
+    def _deltas(self, requests: list[Request], handling: Handling) -> Iterator[tuple[int, Delta]]:
         if self._closed:
             raise UsageError("this Engine is closed")
+        check_handling(handling, self._service.priorities)
         found: queue.SimpleQueue[tuple[int, Delta] | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
             try:
-                with self._service.front.submit(requests) as group:
+                with self._service.front.submit(requests, handling) as group:
                     async for index, delta in group:
                         found.put((index, delta))
                 found.put(None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
-from llmc.runtime.machine import STOPPED_SECONDS, available_memory, is_stopped, usable_cpus
+from llmc.runtime.machine import STOPPED_SECONDS, available_memory, ending, is_stopped, usable_cpus
 from llmc.runtime.native import Library
 from llmc.runtime.rank_main import COPY, DONE, FAILED, MAX_DATAGRAM, READY, STEP, RankConfig
 from llmc.runtime.step import Chunk, Copies, StepBatch
@@ -81,14 +80,9 @@ class _Rank:
     def ending(self, wait: float) -> str | None:
         """How the process ended, in words; None if it still runs after `wait` seconds."""
         try:
-            code = self.process.wait(wait)
+            return ending(self.process.wait(wait))
         except subprocess.TimeoutExpired:
             return None
-        if code >= 0:
-            return f"exited with code {code}"
-        name = signal.Signals(-code).name
-        hint = "; if the kernel ran out of memory, lower --kv-bytes" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {-code} ({name}){hint}"
 
 
 class Executor:

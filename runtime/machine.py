@@ -124,3 +124,11 @@ def is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
+
+
+def ending(code: int) -> str:
+    """How a process with this exit code (negative: a signal's number) has ended, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    hint = "; if the kernel ran out of memory, lower --kv-bytes" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code} ({signal.Signals(-code).name}){hint}"

@@ -6,6 +6,8 @@ Comes in: numbers. Goes out: `CoreOptions`. Must not know: where they come from.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, Self
 
 import msgspec
 
@@ -54,6 +56,14 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     kv_host_bytes: int | None = None
     max_long_prefills: int = 2
     priority_weights: dict[str, float] = msgspec.field(default_factory=PRIORITY_WEIGHTS.copy)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Options by name; raises UsageError for a name that is none of them, or a value of another type."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"options of the engine: {error}; there are {', '.join(cls.__struct_fields__)}") from error
 
     def reuses_prefixes(self, manifest: Manifest) -> bool:
         """Whether the prefix cache is on: never where sequences carry a recurrent state, which blocks do not hold."""

@@ -17,7 +17,7 @@ from llmc.artifacts.errors import EnvironmentFault, LlmcError, PlanError, UsageE
 from llmc.artifacts.plan import Plan
 from llmc.runtime.core_process import CoreProcess
 from llmc.runtime.front import PROGRESS_DEADLINE, FrontEnd, Observer
-from llmc.runtime.machine import STOPPED_SECONDS, is_stopped
+from llmc.runtime.machine import STOPPED_SECONDS, ending, is_stopped
 from llmc.runtime.messages import Abort, FromCore, Ready, Shutdown, Submit
 from llmc.runtime.model_text import ModelText
 from llmc.runtime.options import CoreOptions
@@ -141,7 +141,7 @@ class Service:
     def _on_gone(self) -> None:
         assert self.process is not None
         code = self.process.exit_code
-        how = "closed its connection" if code is None else f"exited with code {code}"
+        how = "closed its connection" if code is None else ending(code)
         self.front.fail(f"the engine core {how}")
 
 

@@ -297,7 +297,9 @@ def test_a_killed_rank_fails_what_runs_and_ends_the_core(slow: Path, rank: int) 
         assert client.ended.keys() == client.tokens.keys()
         for output in client.ended.values():
             assert output.finish_reason == "error"
-            assert f"rank {rank} was killed by signal 9 (SIGKILL)" in (output.error or "")
+            assert f"rank {rank} was killed by signal 9 (SIGKILL); if the kernel ran out of memory, lower" in (
+                output.error or ""
+            )
         assert client.process.wait(10) == 1
         assert not any(alive(pid) for pid in pids)
 

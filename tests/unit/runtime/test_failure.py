@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.unit.runtime.fake_engine import alive, children, write_engine_plan
-from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.servers import Server, Stopwatch, real_server
 from tests.unit.runtime.test_server_core import with_tokenizer
 
 #: What the issue of readiness allows: every client has an answer, and every process is gone.
@@ -48,9 +47,8 @@ class Clients:
             self.ends.append(f"connection lost: {error!r}")
 
     def join(self, seconds: float) -> list[str]:
-        for thread in self._threads:
-            thread.join(seconds)
-        assert not any(thread.is_alive() for thread in self._threads), "a client still waits"
+        ended = Stopwatch().wait(lambda: not any(thread.is_alive() for thread in self._threads), seconds)
+        assert ended, "a client still waits"
         return self.ends
 
 
@@ -62,10 +60,8 @@ def processes(server: Server) -> dict[str, int]:
 
 def wait_gone(pids: dict[str, int], seconds: float) -> None:
     """Fails unless every process ends within that time: the kernel kills each when its parent has gone."""
-    end = time.monotonic() + seconds
-    while left := [name for name, pid in pids.items() if alive(pid)]:
-        assert time.monotonic() < end, f"still there: {left}"
-        time.sleep(0.05)
+    gone = Stopwatch().wait(lambda: not any(map(alive, pids.values())), seconds)
+    assert gone, f"still there: {[name for name, pid in pids.items() if alive(pid)]}"
 
 
 def shared_memory() -> set[str]:
@@ -97,18 +93,18 @@ def test_the_end_of_one_process_is_the_end_of_all(
     with real_server(plan) as server:
         pids = processes(server)
         clients = Clients(server) if busy else None
-        began = time.monotonic()
+        watch = Stopwatch()
         harm(pids[victim])
         for end in clients.join(WITHIN) if clients else ():
             assert "connection lost" in end if victim == "http" else "generation failed" in end
         code = server.finish(WITHIN)
         assert code == (-signal.SIGKILL if victim == "http" else 1)
-        wait_gone(pids, began + WITHIN - time.monotonic())
+        wait_gone(pids, WITHIN - watch.seconds())
         assert "Traceback" not in server.log
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("victim", ["http", "core"])
+@pytest.mark.parametrize("victim", ["http", "core", "rank 0"])
 def test_memory_that_runs_out_leaves_nobody_waiting(plan: Path, victim: str) -> None:
     with real_server(plan) as server:
         pids = processes(server)
@@ -120,7 +116,8 @@ def test_memory_that_runs_out_leaves_nobody_waiting(plan: Path, victim: str) -> 
         clients.join(30)  # 90 steps of 50 ms: whoever can do without more memory gives an answer
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)
-        assert server.finish(WITHIN) in (0, 1)
+        # A library that gets no memory may abort the process that it is in.
+        assert server.finish(WITHIN) in (0, 1, -signal.SIGABRT)
         wait_gone(pids, 2)
 
 
@@ -129,7 +126,7 @@ def test_a_step_that_does_not_end(plan: Path) -> None:
     with real_server(plan, "--step-timeout", "12") as server:
         pids = processes(server)
         clients = Clients(server)
-        began = time.monotonic()
+        watch = Stopwatch()
         hung: list[httpx.Response] = []
         body = {"prompt": [HANG_TOKEN]}
         thread = threading.Thread(
@@ -137,7 +134,7 @@ def test_a_step_that_does_not_end(plan: Path) -> None:
         )
         thread.start()
         server.wait_for(lambda: server.status("/ready") == 503, WITHIN)
-        assert time.monotonic() - began < WITHIN
+        assert watch.seconds() < WITHIN
         assert "has made no step" in server.http.get("/ready").json()["error"]["message"]
         for end in clients.join(WITHIN):
             assert "gave no answer" in end

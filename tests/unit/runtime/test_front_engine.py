@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.cli import main
 from llmc.runtime import core_process
-from llmc.runtime.engine import Engine, SamplingParams
+from llmc.runtime.engine import Engine, Handling, SamplingParams
 from llmc.runtime.params import RequestError
+from tests.unit.runtime.fake_engine import greedy, write_engine_plan
 from tests.unit.runtime.servers import FAKE_CORE
+from tests.unit.runtime.test_server_core import with_tokenizer
 
 COMMAND = (sys.executable, FAKE_CORE)
 
@@ -81,6 +83,42 @@ def test_bad_requests_are_refused_and_the_engine_goes_on(engine: Engine) -> None
     with pytest.raises(EnvironmentFault, match="refused"):
         engine.generate("<|refuse|>")
     assert engine.generate("one", SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_byte": 5}, "unknown field `kv_byte`; there are kv_bytes, num_blocks"),
+        ({"threads": "two"}, "Expected `int"),
+        ({"max_num_seqs": 0}, "max-num-seqs is 0"),
+        ({"priority_weights": {"batch": 1.0}}, "it must give 'interactive'"),
+    ],
+)
+def test_options_that_are_no_good(fake_plan: Path, options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Engine(fake_plan, core_command=COMMAND, **options)
+
+
+def test_options_and_handling_are_the_servers(tmp_path: Path) -> None:
+    plan = with_tokenizer(write_engine_plan(tmp_path / "fake.plan"))
+    options = {"num_blocks": 40, "queue_timeout": 60.0, "kv_host_bytes": 4000, "itl_budget_ms": 5.0}
+    greedily = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompt = [7] * 40
+    with Engine(plan, **options, priority_weights={"interactive": 1, "night": 2}) as engine:
+        for handling, cached in (
+            (Handling(), 0),
+            (Handling(priority="night"), 36),
+            (Handling(cache_salt="x"), 0),
+            (Handling(skip_reading_prefix_cache=True), 0),
+        ):
+            (answer,) = engine.generate(prompt, greedily, handling=handling)
+            assert answer.token_ids == greedy(prompt, 2)
+            assert answer.counts is not None
+            assert answer.counts.cached_tokens == cached
+        (streamed,) = {delta.counts.cached_tokens for delta in engine.stream(prompt, greedily) if delta.counts}
+        assert streamed == 36
+        with pytest.raises(RequestError, match="priority is 'batch'; it must be one of interactive, night"):
+            engine.generate(prompt, greedily, handling=Handling(priority="batch"))
 
 
 def test_the_cores_death_is_an_error_not_a_hang(fake_plan: Path) -> None:

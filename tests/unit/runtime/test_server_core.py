@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llmc.artifacts.plan import Plan, PlanWriter
 from tests.unit.runtime.fake_engine import VOCAB, alive, children, greedy, write_engine_plan
-from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.servers import Server, Stopwatch, real_server
 
 
 def with_tokenizer(path: Path) -> Path:
@@ -46,10 +45,7 @@ def engine(plan: Path) -> Iterator[Server]:
 
 def all_gone(pids: list[int]) -> bool:
     """Whether the processes end. A rank notices its core's end a moment later, so they get a second."""
-    end = time.monotonic() + 1
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
+    return Stopwatch().wait(lambda: not any(map(alive, pids)), 1)
 
 
 def test_answers_are_the_cores(engine: Server) -> None:
@@ -156,6 +152,24 @@ def test_a_client_that_leaves_in_any_state_frees_everything(plan: Path, state: s
         server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0, 3)
         done = server.http.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5})
         assert done.json()["choices"][0]["text"] == "".join(f"w{token}" for token in greedy(body["prompt"], 5))
+
+
+@pytest.mark.parametrize("state", ["preempted", "swapped"])
+def test_a_client_that_leaves_while_set_back_frees_everything(plan: Path, state: str) -> None:
+    # 24 blocks of 4 tokens hold one sequence of full length, so the younger of two has to give way.
+    host = ["--kv-host-bytes", "8000"] if state == "swapped" else []
+    with real_server(plan, "--kv-bytes", str(24 * 64), *host) as server:
+        body = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "stream": True}
+        elder = leave(server, {**body, "prompt": [1] * 40, "cache_salt": "a"})
+        server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        younger = leave(server, {**body, "prompt": [2] * 40, "cache_salt": "b"})
+        server.wait_for(lambda: server.metric("num_requests_waiting") == server.metric("num_preemptions_total") == 1)
+        assert (server.metric("kv_host_blocks_used") > 0) == (state == "swapped")
+        younger.close()
+        server.wait_for(lambda: server.metric("num_requests_waiting") == server.metric("kv_host_blocks_used") == 0, 3)
+        assert server.metric("num_requests_running") == 1
+        elder.close()
+        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0, 3)
 
 
 def leave(server: Server, body: dict[str, Any]) -> socket.socket:

@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from llmc.artifacts.plan import Plan
 from llmc.runtime import service
 from llmc.runtime.options import CoreOptions
 from tests.unit.runtime.fake_plan import write_plan
-from tests.unit.runtime.servers import FAKE_CORE, Server, fake_server
+from tests.unit.runtime.servers import FAKE_CORE, Server, Stopwatch, fake_server
 
 LONG: dict[str, Any] = {"prompt": "one two three", "max_tokens": 400}
 
@@ -117,7 +116,7 @@ def test_the_engines_death_ends_everything_within_5_seconds(slow: Server, kill: 
     next(iter(stream))
     slow.wait_for(lambda: slow.metric("num_requests_running") == 2)
     core = slow.core_pid()
-    began = time.monotonic()
+    watch = Stopwatch()
     if kill:
         os.kill(core, signal.SIGKILL)
     else:
@@ -129,8 +128,9 @@ def test_the_engines_death_ends_everything_within_5_seconds(slow: Server, kill: 
     assert "generation failed" in response.json()["error"]["message"]
     assert slow.status("/ready") in (503, None)
     assert slow.finish(5) == 1
-    assert time.monotonic() - began < 5
-    assert ("killed by" in slow.log or "exited with code -9" in slow.log) if kill else "rank 1 died" in slow.log
+    assert watch.seconds() < 5
+    how = "was killed by signal 9 (SIGKILL); if the kernel ran out of memory" if kill else "rank 1 died"
+    assert how in slow.log
 
 
 def test_a_stopped_core_takes_readiness_down(fake_plan: Path) -> None:
@@ -242,7 +242,7 @@ def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path) -> None:
 def test_a_core_that_says_nothing_is_given_up_within_10_seconds(fake_plan: Path) -> None:
     with fake_server(fake_plan) as server:
         request = Background(server, {"prompt": "<|hang|>"})
-        began = time.monotonic()
+        watch = Stopwatch()
         assert "no sign of life" in request.join().json()["error"]["message"]
-        assert time.monotonic() - began < 10
+        assert watch.seconds() < 10
         assert server.finish() == 1
