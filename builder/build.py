@@ -31,8 +31,9 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import Lowered, rank_program
+from llmc.builder.cpu.program import CpuLowered
 from llmc.builder.cpu.toolchain import find_compiler
+from llmc.builder.lowered import rank_program
 from llmc.builder.memory import MemoryPlan, memory_plan
 from llmc.builder.notes import build_notes
 from llmc.builder.options import BuildOptions
@@ -81,7 +82,7 @@ class _Front:
 
     traced: Traced
     compiled: Compiled
-    lowered: Lowered
+    lowered: CpuLowered
     own: Quantization | None
     kv: KVScaleTable | None
 
@@ -264,7 +265,7 @@ def _texts(
     errors: Mapping[str, float],
 ) -> dict[str, bytes]:
     """The small sections."""
-    launches = Counter(launch.node.op for launch in front.lowered.programs[0].ranges[0].launches)
+    launches = Counter(front.lowered.programs[0].operators)
     if table is not None:  # what was rounded before the build
         choices = {path: entry.choice for path, entry in table.tensors.items()}
         rounded = {weight_name(path): choice.error for path, choice in choices.items() if choice and not choice.kept}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmc.builder.cpu.program import Lowered
+from llmc.builder.lowered import Lowered
 
 _EXAMPLES = (1 << 30, 4 << 30, 16 << 30)
 

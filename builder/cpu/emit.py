@@ -1,6 +1,6 @@
 """Programs as C++: one translation unit per token range, and headers with the constants that `entry.cpp` works with.
 
-Comes in: `Lowered`. Goes out: file name -> text, the same for the same input. Must not know: single operators, g++.
+Comes in: `CpuLowered`. Goes out: file name -> text, the same for the same input. Must not know: single operators, g++.
 
 A step is a list of kernel calls with a barrier after each. Kernels are templates that the layers of a model share, so a
 range compiles as fast with thirty layers as with one.
@@ -9,7 +9,7 @@ range compiles as fast with thirty layers as with one.
 from __future__ import annotations
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgram
+from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch, Place, RangeProgram
 from llmc.builder.ir import Node
 from llmc.plugins.cpu.call import C_TYPES, Pointer, RowStride, render
 
@@ -28,7 +28,7 @@ _BASES = {
 }
 
 
-def emit(lowered: Lowered, rank: int) -> dict[str, str]:
+def emit(lowered: CpuLowered, rank: int) -> dict[str, str]:
     """The sources of one rank: two headers, and `step_<i>.cpp` for each token range."""
     program = lowered.programs[rank]
     files = {HEADER: _header(lowered, program), LIMITS: _limits(lowered, program)}
@@ -37,12 +37,12 @@ def emit(lowered: Lowered, rank: int) -> dict[str, str]:
     return files
 
 
-def _title(lowered: Lowered, program: Program) -> str:
+def _title(lowered: CpuLowered, program: CpuRank) -> str:
     graph = program.graph
     return f"// {graph.name}, rank {graph.rank} of {graph.tp}, for {lowered.target}. Written by llmc."
 
 
-def _header(lowered: Lowered, program: Program) -> str:
+def _header(lowered: CpuLowered, program: CpuRank) -> str:
     profile = lowered.profile
     rows = [
         f"    {{{r.tokens.min}, {r.tokens.max}, {r.rows}, {len(r.launches)}, step_{i}}},"
@@ -82,12 +82,12 @@ def _header(lowered: Lowered, program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _limits(lowered: Lowered, program: Program) -> str:
+def _limits(lowered: CpuLowered, program: CpuRank) -> str:
     ids = f"constexpr int32_t kVocabulary = {lowered.vocab_size};  // token ids are below it"
     return "\n".join([_title(lowered, program), "#pragma once", "namespace llmc {", ids, "}  // namespace llmc"]) + "\n"
 
 
-def _step(lowered: Lowered, program: Program, code: RangeProgram, number: int) -> str:
+def _step(lowered: CpuLowered, program: CpuRank, code: RangeProgram, number: int) -> str:
     tokens = code.tokens
     headers = sorted({launch.call.header for launch in code.launches})
     preludes = dict.fromkeys(launch.call.prelude for launch in code.launches if launch.call.prelude)
@@ -138,7 +138,7 @@ def _number(value: float, kind: TensorType) -> str:
     return f"{number.hex()}f"
 
 
-def _launch(program: Program, launch: Launch) -> str:
+def _launch(program: CpuRank, launch: Launch) -> str:
     node = launch.node
     results = ", ".join(f"%{name} {kind}" for name, kind in zip(node.outputs, node.types, strict=True))
     comment = f"  // {node.path or node.op}: {node.op}({', '.join('%' + n for n in node.inputs)}) -> {results}"
@@ -148,7 +148,7 @@ def _launch(program: Program, launch: Launch) -> str:
     return f"{comment}\n  {launch.call.function}({args});"
 
 
-def _value(arg: Pointer | RowStride, program: Program, launch: Launch) -> str:
+def _value(arg: Pointer | RowStride, program: CpuRank, launch: Launch) -> str:
     places = launch.inputs if arg.side == "in" else launch.outputs
     if isinstance(arg, RowStride):
         return f"int64_t({places[arg.index].stride})"
@@ -156,7 +156,7 @@ def _value(arg: Pointer | RowStride, program: Program, launch: Launch) -> str:
     return _pointer(places[arg.index], f"{'const ' if arg.side == 'in' else ''}{_element(program, names[arg.index])}")
 
 
-def _element(program: Program, name: str) -> str:
+def _element(program: CpuRank, name: str) -> str:
     return C_TYPES[program.types[name].dtype]
 
 

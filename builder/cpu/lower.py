@@ -1,6 +1,6 @@
 """From fused graphs to programs: kernel calls bound to memory, weights placed, activations planned.
 
-Comes in: one graph per rank of plug-in operators and views, a shape profile, a target. Goes out: `Lowered`. Reads no
+Comes in: one graph per rank of plug-in operators and views, a shape profile, a target. Goes out: `CpuLowered`. Reads no
 weights and compiles nothing, so that the memory arithmetic of `--dry-run` is this and nothing else. Must not know: C++,
 single operators.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import KVLayer, ShapeProfile, StateLayer, TokenRange
-from llmc.builder.cpu.arena import Arena, Life, aligned, plan_memory
-from llmc.builder.cpu.program import Launch, Lowered, Place, Program, RangeProgram
-from llmc.builder.cpu.views import Alias, resolve, width
+from llmc.builder.alias import Alias, resolve, width
+from llmc.builder.arena import Arena, Life, aligned, plan_memory
+from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch, Place, RangeProgram
 from llmc.builder.ir import Graph, GraphError, Node, layer_of
 from llmc.builder.operators import ALL
 from llmc.builder.passes.views import SILENT
@@ -34,7 +34,7 @@ def lower(
     target: TargetDescription,
     kv_dtype: str,
     vocab: Sequence[tuple[int, int]],
-) -> Lowered:
+) -> CpuLowered:
     """`vocab`: (first column, columns) of each rank's logits. Raises UnsupportedError, with the module, for what the
     kernels of the target cannot do.
     """
@@ -52,21 +52,21 @@ def lower(
         places |= {r: ("shared", o) for r, o in offsets(shared).items()}
         ranges = tuple(rank.bind(i, places, columns, vocab_size) for i in range(len(profile.token_ranges)))
         programs.append(
-            Program(
-                rank.graph,
-                ranges,
-                member,
-                rank.constants,
-                rank.scratch,
-                rank.kv_layers,
-                rank.kv_block_bytes,
-                tuple(rank.states.values()),
-                rank.state_slot_bytes,
-                columns,
+            CpuRank(
+                graph=rank.graph,
+                weights=member,
+                kv_layers=rank.kv_layers,
+                kv_block_bytes=rank.kv_block_bytes,
+                state_layers=tuple(rank.states.values()),
+                state_slot_bytes=rank.state_slot_bytes,
+                vocab=columns,
+                ranges=ranges,
+                constants=rank.constants,
+                needs=rank.scratch,
             )
         )
     comm = comm_bytes(profile.max_num_batched_tokens, cols, len(ranks))
-    return Lowered(tuple(programs), shared, slots, comm, vocab_size, profile, target, kv_dtype)
+    return CpuLowered(tuple(programs), shared, comm, vocab_size, profile, target, kv_dtype, slots)
 
 
 def kv_table(graph: Graph, block_size: int, kv_dtype: str) -> tuple[tuple[KVLayer, ...], int]:

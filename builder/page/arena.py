@@ -1,13 +1,13 @@
 """The activations of one token range as a picture: which bytes of the arena each value takes, and for how long.
 
-Comes in: a `Program` and one of its ranges. Goes out: `Block`s. Must not know: how the places were chosen, HTML.
+Comes in: a `CpuRank` and one of its ranges. Goes out: `Block`s. Must not know: how the places were chosen, HTML.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmc.builder.cpu.program import Program, RangeProgram
+from llmc.builder.cpu.program import CpuRank, RangeProgram
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Block:
     last: int
 
 
-def blocks(program: Program, span: RangeProgram) -> list[Block]:
+def blocks(program: CpuRank, span: RangeProgram) -> list[Block]:
     """Every value of the arena, at the range's largest step, in the order in which they are written."""
     sizes = {"T": span.tokens.max, "S": span.rows}
     made: list[Block] = []

@@ -1,6 +1,6 @@
 """What each launch of a program moves and computes, for a step of a given size.
 
-Comes in: a `Program`, `Step`. Goes out: a `Cost` for each launch. Must not know: plans, HTML, how long anything takes.
+Comes in: a `CpuRank`, `Step`. Goes out: a `Cost` for each launch. Must not know: plans, HTML, how long anything takes.
 
 Bytes are those that must move at least once: weights as they are stored, the rows of a table that are looked up, inputs
 and results as f32, keys and values as the cache holds them. FLOPs count a multiplication and an addition as two; an
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.cpu.program import Launch, Program
+from llmc.builder.cpu.program import CpuRank, Launch
 
 #: Where weights lie.
 WEIGHT_SPACES = ("weights", "shared")
@@ -75,7 +75,7 @@ class Cost:
         return self.weights + self.activations + self.kv
 
 
-def launch_costs(program: Program, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
+def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
     """The cost of each launch, in order."""
     # A latent is key and value at once.
     kv_token = {
@@ -85,7 +85,7 @@ def launch_costs(program: Program, launches: tuple[Launch, ...], step: Step) -> 
     return [_cost(program, launch, step, kv_token) for launch in launches]
 
 
-def _cost(program: Program, launch: Launch, step: Step, kv_token: dict[int, int]) -> Cost:
+def _cost(program: CpuRank, launch: Launch, step: Step, kv_token: dict[int, int]) -> Cost:
     node = launch.node
     weights = activations = 0
     for name, place in zip(node.inputs, launch.inputs, strict=True):
@@ -111,7 +111,7 @@ def _seen(window: int | None, step: Step) -> int:
     return step.context if window is None else window + step.each - 1
 
 
-def _touched(program: Program, launch: Launch, kind: TensorType, step: Step) -> int:
+def _touched(program: CpuRank, launch: Launch, kind: TensorType, step: Step) -> int:
     """A weight's bytes; of a stack of experts those that the step's tokens can reach."""
     whole = step.nbytes(kind)
     if launch.node.op != "grouped_linear":
@@ -120,51 +120,51 @@ def _touched(program: Program, launch: Launch, kind: TensorType, step: Step) -> 
     return whole * min(experts, chosen) // experts
 
 
-def _elements(program: Program, launch: Launch, step: Step) -> int:
+def _elements(program: CpuRank, launch: Launch, step: Step) -> int:
     return sum(map(step.size, launch.node.types))
 
 
-def _linear(program: Program, launch: Launch, step: Step) -> int:
+def _linear(program: CpuRank, launch: Launch, step: Step) -> int:
     weight = program.types[launch.node.inputs[1]]
     rows = step.size(program.types[launch.node.inputs[0]]) // int(weight.shape[-1])
     return 2 * rows * prod(int(d) for d in weight.shape)
 
 
-def _grouped(program: Program, launch: Launch, step: Step) -> int:
+def _grouped(program: CpuRank, launch: Launch, step: Step) -> int:
     """Each chosen expert's matrix, once for each token that chose it."""
     _, rows, columns = (int(d) for d in program.types[launch.node.inputs[2]].shape)
     return 2 * step.size(program.types[launch.node.inputs[1]]) * rows * columns
 
 
-def _attention(program: Program, launch: Launch, step: Step) -> int:
+def _attention(program: CpuRank, launch: Launch, step: Step) -> int:
     a = launch.node.attrs
     return 4 * step.attended(a.window) * a.heads * a.head_dim
 
 
-def _latent(program: Program, launch: Launch, step: Step) -> int:
+def _latent(program: CpuRank, launch: Launch, step: Step) -> int:
     a = launch.node.attrs
     return 2 * step.attended(None) * a.heads * (2 * a.latent + a.rope)
 
 
-def _heads(program: Program, launch: Launch, step: Step) -> int:
+def _heads(program: CpuRank, launch: Launch, step: Step) -> int:
     return 2 * step.tokens * prod(int(d) for d in program.types[launch.node.inputs[1]].shape)
 
 
-def _pointwise(program: Program, launch: Launch, step: Step) -> int:
+def _pointwise(program: CpuRank, launch: Launch, step: Step) -> int:
     return launch.node.attrs.expr.count("(") * step.size(launch.node.types[0])
 
 
-def _nothing(program: Program, launch: Launch, step: Step) -> int:
+def _nothing(program: CpuRank, launch: Launch, step: Step) -> int:
     return 0
 
 
-def _norm(program: Program, launch: Launch, step: Step) -> int:
+def _norm(program: CpuRank, launch: Launch, step: Step) -> int:
     """Square, sum, scale and weigh each element; the residual is one addition more."""
     return (5 if launch.node.attrs.residual else 4) * step.size(launch.node.types[0])
 
 
 #: Operator -> FLOPs. Any other operator counts one for each element of its results.
-_FLOPS: dict[str, Callable[[Program, Launch, Step], int]] = {
+_FLOPS: dict[str, Callable[[CpuRank, Launch, Step], int]] = {
     "linear": _linear,
     "grouped_linear": _grouped,
     "head_linear": _heads,

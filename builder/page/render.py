@@ -19,7 +19,7 @@ from markupsafe import Markup
 from llmc.artifacts.errors import PlanError
 from llmc.artifacts.plan import Plan
 from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import Launch, Lowered, Program
+from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch
 from llmc.builder.ir import GraphError, Node, layer_of, parse_graph
 from llmc.builder.memory import memory_plan
 from llmc.builder.operators import attrs_of
@@ -60,7 +60,7 @@ def render(plan: Plan, dump: Path | None = None) -> str:
     )
 
 
-def lower_plan(plan: Plan) -> Lowered:
+def lower_plan(plan: Plan) -> CpuLowered:
     """The plan's graphs lowered again. Raises PlanError where this llmc cannot read them."""
     m = plan.manifest
     try:
@@ -79,7 +79,7 @@ def _section(plan: Plan, name: str) -> dict[str, Any]:
     return json.loads(bytes(plan.section(name))) if name in plan else {}
 
 
-def _steps(lowered: Lowered) -> dict[str, Step]:
+def _steps(lowered: CpuLowered) -> dict[str, Step]:
     """The steps whose costs are shown: a decode, and the largest prefill chunk of a profile."""
     longest = lowered.profile.max_seq_len
     chunk = min(lowered.profile.max_num_batched_tokens, longest)
@@ -117,7 +117,7 @@ class _WeightRow:
     loss: float | None
 
 
-def _rank(program: Program, steps: dict[str, Step]) -> dict[str, Any]:
+def _rank(program: CpuRank, steps: dict[str, Step]) -> dict[str, Any]:
     """What the page shows of a rank: its launches with their costs, sums by operator, the arena of each range."""
     launches = program.ranges[-1].launches
     costs = {name: launch_costs(program, launches, step) for name, step in steps.items()}
@@ -145,7 +145,7 @@ def _rank(program: Program, steps: dict[str, Step]) -> dict[str, Any]:
     }
 
 
-def _weight_type(program: Program, launch: Launch) -> str:
+def _weight_type(program: CpuRank, launch: Launch) -> str:
     kinds = [
         program.types[name]
         for name, place in zip(launch.node.inputs, launch.inputs, strict=True)
@@ -166,7 +166,7 @@ def _by_op(rows: Sequence[_LaunchRow], steps: Sequence[str]) -> list[_OpRow]:
     return sorted(found, key=lambda row: -row.costs[steps[0]].bytes)
 
 
-def _weights(lowered: Lowered, errors: dict[str, float], table: dict[str, Any]) -> dict[str, Any]:
+def _weights(lowered: CpuLowered, errors: dict[str, float], table: dict[str, Any]) -> dict[str, Any]:
     """Every stored form, and bytes by dtype; scales and norms among them."""
     members = [(f"rank {p.rank}", p.weights) for p in lowered.programs] + [("all ranks", lowered.shared)]
     losses = {path: entry["loss"] for path, entry in table.get("tensors", {}).items() if "loss" in entry}

@@ -17,7 +17,7 @@ from llmc.artifacts.errors import PlanError
 from llmc.artifacts.plan import Plan
 from llmc.bench.machine import Rates
 from llmc.bench.work import Work
-from llmc.builder.cpu.program import Lowered, Program, RangeProgram
+from llmc.builder.cpu.program import CpuLowered, CpuRank, RangeProgram
 from llmc.builder.page.costs import WEIGHT_SPACES, Cost, Step, launch_costs
 from llmc.builder.page.render import lower_plan
 
@@ -60,7 +60,7 @@ class Costs:
     """The costs of a plan's works, from its graphs. Raises PlanError for a plan that this llmc lowers otherwise."""
 
     def __init__(self, plan: Plan) -> None:
-        self._lowered: Lowered = lower_plan(plan)
+        self._lowered: CpuLowered = lower_plan(plan)
         for program, rank in zip(self._lowered.programs, plan.manifest.ranks, strict=True):
             if len(program.ranges[0].launches) != rank.launches:
                 raise PlanError(
@@ -86,7 +86,7 @@ class Costs:
         return [Step(end - start, int(end == work.context), end) for start, end in zip(starts, ends, strict=True)]
 
     @staticmethod
-    def _range(program: Program, step: Step) -> RangeProgram:
+    def _range(program: CpuRank, step: Step) -> RangeProgram:
         return next(r for r in program.ranges if r.tokens.min <= step.tokens <= r.tokens.max)
 
     def operators(self, work: Work, seconds: Sequence[float]) -> list[OperatorRow]:

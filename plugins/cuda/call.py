@@ -24,7 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
-from llmc.artifacts.types import Dim
+from llmc.artifacts.cuda_program import STEP_ARRAYS as STEP_ARRAYS
+from llmc.artifacts.cuda_program import SYMBOLS as SYMBOLS
+from llmc.artifacts.cuda_program import Product as Product
 from llmc.plugins.cpu.call import Pointer, RowStride
 
 #: What Triton calls the elements that a pointer leads to. Two numbers of 4 bits lie in a byte, the even column low.
@@ -38,32 +40,11 @@ TRITON_TYPES = {
     "i32": "i32",
     "i64": "i64",
 }
-#: Arrays of a step on the device, all i32. `positions` and `sequence` (which one a token belongs to) are [T],
-#: `context_len` is [num_seqs], `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots`
-#: [num_seqs], `rows` [S].
-STEP_ARRAYS = ("ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows")
-#: Numbers of a step that launches and grids depend on; with a graph, those of its bucket.
-SYMBOLS = ("T", "S", "num_seqs", "max_context")
-
-
-@dataclass(frozen=True)
-class Product:
-    """ceil(product of dims / divisor): dims are numbers and SYMBOLS."""
-
-    dims: tuple[Dim, ...]
-    divisor: int = 1
-
-    def value(self, symbols: Mapping[str, int]) -> int:
-        """The number, where SYMBOLS have these values."""
-        result = 1
-        for dim in self.dims:
-            result *= symbols[dim] if isinstance(dim, str) else dim
-        return -(-result // self.divisor)
 
 
 @dataclass(frozen=True)
 class StepArray:
-    """A pointer to one of STEP_ARRAYS."""
+    """A pointer to one of STEP_ARRAYS, all i32."""
 
     name: str
 

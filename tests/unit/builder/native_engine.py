@@ -17,7 +17,7 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import Lowered
+from llmc.builder.cpu.program import CpuLowered
 from llmc.builder.cpu.toolchain import find_compiler
 from llmc.builder.weights.stream import write_weights
 from llmc.plugins.operator import StepContext
@@ -41,7 +41,7 @@ def aligned(data: bytes | int) -> np.ndarray:
     return part
 
 
-def compile_all(lowered: Sequence[Lowered]) -> list[list[bytes]]:
+def compile_all(lowered: Sequence[CpuLowered]) -> list[list[bytes]]:
     """Every rank's code of several models, compiled at once; the objects are cached between runs."""
     compiler = Compiler(find_compiler(), lowered[0].target, ObjectCache(default_folder()))
     sources = [emit(one, rank) for one in lowered for rank in range(len(one.programs))]
@@ -49,7 +49,7 @@ def compile_all(lowered: Sequence[Lowered]) -> list[list[bytes]]:
     return [[next(libraries) for _ in one.programs] for one in lowered]
 
 
-def lower_for_test(compiled: Any, profile: ShapeProfile = PROFILE, target: str = "cpu") -> Lowered:
+def lower_for_test(compiled: Any, profile: ShapeProfile = PROFILE, target: str = "cpu") -> CpuLowered:
     return lower(compiled.graphs, profile, load_target(target), compiled.kv_dtype, compiled.vocab)
 
 
@@ -57,7 +57,7 @@ class Engines:
     """All ranks of one model in this process, each with its own memory."""
 
     def __init__(
-        self, lowered: Lowered, codes: Sequence[bytes], tensors: Tensors, blocks: int, threads: int = 1
+        self, lowered: CpuLowered, codes: Sequence[bytes], tensors: Tensors, blocks: int, threads: int = 1
     ) -> None:
         self.lowered = lowered
         shared = io.BytesIO()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.builder.cpu.arena import ALIGN, Life, aligned, plan_memory
+from llmc.builder.arena import ALIGN, Life, aligned, plan_memory
 
 
 @st.composite

@@ -9,10 +9,10 @@ import pytest
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import ShapeProfile, TokenRange
-from llmc.builder.cpu.arena import ALIGN
+from llmc.builder.arena import ALIGN
 from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import Launch, Lowered, Place, Program
+from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch, Place
 from llmc.builder.ir import Graph, GraphError, parse_graph
 from llmc.builder.memory import memory_plan
 from llmc.builder.operators import attrs_of
@@ -54,15 +54,15 @@ def graph(rank: int) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def lowered() -> Lowered:
+def lowered() -> CpuLowered:
     return lower([graph(0), graph(1)], PROFILE, load_target("cpu"), "bf16", VOCAB)
 
 
-def launch(program: Program, op: str, number: int = 0, index: int = 1) -> Launch:
+def launch(program: CpuRank, op: str, number: int = 0, index: int = 1) -> Launch:
     return [entry for entry in program.ranges[index].launches if entry.node.op == op][number]
 
 
-def test_columns_of_a_merged_projection_are_pointers_with_a_row_stride(lowered: Lowered) -> None:
+def test_columns_of_a_merged_projection_are_pointers_with_a_row_stride(lowered: CpuLowered) -> None:
     program = lowered.programs[0]
     source = launch(program, "linear").outputs[0]
     q, k, v = launch(program, "rope_cache").inputs
@@ -70,14 +70,14 @@ def test_columns_of_a_merged_projection_are_pointers_with_a_row_stride(lowered: 
     assert [(p.offset - source.offset, p.stride) for p in (q, k, v)] == [(0, 64), (4 * 32, 64), (4 * 48, 64)]
 
 
-def test_each_rank_writes_its_columns_of_the_logits_in_place(lowered: Lowered) -> None:
+def test_each_rank_writes_its_columns_of_the_logits_in_place(lowered: CpuLowered) -> None:
     places = [launch(p, "linear", -1).outputs[0] for p in lowered.programs]
     assert places == [Place("logits", 0, 100), Place("logits", 4 * 64, 100)]
     assert [p.vocab for p in lowered.programs] == list(VOCAB)
     assert lowered.vocab_size == 100
 
 
-def test_what_ranks_store_alike_is_shared_and_the_rest_is_their_own(lowered: Lowered) -> None:
+def test_what_ranks_store_alike_is_shared_and_the_rest_is_their_own(lowered: CpuLowered) -> None:
     assert {p.recipe for p in lowered.shared.placements} == {"cast(load('e'), 'bf16')", "load('norm')"}
     own = [[p.recipe for p in program.weights.placements] for program in lowered.programs]
     assert own[0] == [
@@ -97,20 +97,20 @@ def test_what_ranks_store_alike_is_shared_and_the_rest_is_their_own(lowered: Low
     assert lowered.programs[1].weights.placements[-1].nbytes == 64 * 32 * 2
 
 
-def test_the_cache_table_says_where_each_layer_lies(lowered: Lowered) -> None:
+def test_the_cache_table_says_where_each_layer_lies(lowered: CpuLowered) -> None:
     (layer,) = lowered.programs[0].kv_layers
     assert (layer.layer, layer.kv_heads, layer.head_dim, layer.dtype, layer.window) == (0, 1, 16, "bf16", 8)
     assert (layer.offset, layer.nbytes) == (0, 2 * 16 * 16 * 2)
     assert lowered.programs[0].kv_block_bytes == layer.nbytes
 
 
-def test_ranks_share_memory_for_the_widest_all_reduce(lowered: Lowered) -> None:
+def test_ranks_share_memory_for_the_widest_all_reduce(lowered: CpuLowered) -> None:
     assert lowered.slot_bytes == 32 * 32 * 4
     assert lowered.comm_bytes == 4096 + 2 * 2 * lowered.slot_bytes
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_no_launch_writes_over_what_is_still_read(lowered: Lowered, index: int) -> None:
+def test_no_launch_writes_over_what_is_still_read(lowered: CpuLowered, index: int) -> None:
     for program in lowered.programs:
         code = program.ranges[index]
         sizes = {"T": code.tokens.max, "S": code.rows}
@@ -128,7 +128,7 @@ def test_no_launch_writes_over_what_is_still_read(lowered: Lowered, index: int) 
                 alive[name] = span
 
 
-def _roots(program: Program, entry: Launch) -> set[str]:
+def _roots(program: CpuRank, entry: Launch) -> set[str]:
     """The computed values that a launch reads, through views."""
     producers, found = program.graph.producers(), set()
     for name in entry.node.inputs:
@@ -138,12 +138,12 @@ def _roots(program: Program, entry: Launch) -> set[str]:
     return found
 
 
-def test_small_steps_have_a_small_arena(lowered: Lowered) -> None:
+def test_small_steps_have_a_small_arena(lowered: CpuLowered) -> None:
     small, large = lowered.programs[0].ranges
     assert small.arena_bytes * 8 < large.arena_bytes == lowered.programs[0].arena_bytes
 
 
-def test_the_arithmetic_is_the_sum_of_what_was_placed(lowered: Lowered) -> None:
+def test_the_arithmetic_is_the_sum_of_what_was_placed(lowered: CpuLowered) -> None:
     memory = memory_plan(lowered, "tiny", "bf16")
     assert memory.weights_bytes == lowered.shared.nbytes + sum(p.weights.nbytes for p in lowered.programs)
     assert memory.kv_block_bytes == sum(p.kv_block_bytes for p in lowered.programs) == 2 * 1024
@@ -156,7 +156,7 @@ def test_the_arithmetic_is_the_sum_of_what_was_placed(lowered: Lowered) -> None:
     assert "64 tokens, 4 blocks" in text
 
 
-def test_the_code_names_every_module_and_is_always_the_same(lowered: Lowered) -> None:
+def test_the_code_names_every_module_and_is_always_the_same(lowered: CpuLowered) -> None:
     files = emit(lowered, 1)
     assert files == emit(lower([graph(0), graph(1)], PROFILE, load_target("cpu"), "bf16", VOCAB), 1)
     assert sorted(files) == ["engine.h", "limits.h", "step_0.cpp", "step_1.cpp"]
@@ -187,7 +187,7 @@ SMALL = """graph g rank=0 tp=1 {{
 }}"""
 
 
-def lower_small(body: str) -> Lowered:
+def lower_small(body: str) -> CpuLowered:
     text = SMALL.format(body=body)
     return lower([parse_graph(text, attrs_of)], PROFILE, load_target("cpu"), "f32", ((0, 100),))
 

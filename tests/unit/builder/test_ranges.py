@@ -16,7 +16,7 @@ from llmc.artifacts.calibration import CalibrationTable, Ranges
 from llmc.artifacts.errors import CheckpointError
 from llmc.builder import pipeline
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
-from llmc.builder.cpu.program import Lowered, Program
+from llmc.builder.cpu.program import CpuLowered, CpuRank
 from llmc.builder.pipeline import CompileOptions
 from llmc.builder.ranges import check_ranges
 from llmc.builder.reference import load_reference
@@ -78,7 +78,7 @@ def by_channel(recipe: Recipe, scales: dict[str, np.ndarray]) -> np.ndarray:
     raise AssertionError(recipe)
 
 
-def written(lowered: Lowered, program: Program, tensors: Tensors) -> dict[str, bytes]:
+def written(lowered: CpuLowered, program: CpuRank, tensors: Tensors) -> dict[str, bytes]:
     sinks = {"weights": io.BytesIO(), "shared": io.BytesIO()}
     write_weights(program.weights, tensors, sinks["weights"])
     write_weights(lowered.shared, tensors, sinks["shared"])
