@@ -17,6 +17,7 @@ from llmc.artifacts.errors import LlmcError
 #: Command -> what it does. Each is the `command` of the module llmc.cli.<name>.
 COMMANDS = {
     "build": "Compile a checkpoint into engine.plan.",
+    "estimate": "Say what a model needs of a GPU, and how fast it can be.",
     "calibrate": "Measure activation ranges and write a calibration table.",
     "opt": "Run passes alone on the text of a graph.",
     "inspect": "Show what a plan is made of and pinned to.",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WIDTH = 120
 
 
-class _Numbers(click.ParamType):
+class Numbers(click.ParamType):
     """Positive numbers, separated by commas."""
 
     name = "numbers"
@@ -65,10 +65,10 @@ command.add_command(bench_serve)
     "openvino=FILE.gguf (both with the extra llmc[bench]), transformers=CHECKPOINT (fp32, eager).",
 )
 @click.option("--model", type=click.Path(path_type=Path), help="The checkpoint that `--against transformers` loads.")
-@click.option("--prefill", "prefills", default="512,2048", show_default=True, type=_Numbers(), help="Prompt lengths.")
-@click.option("--batch", "batches", default="1,4,16,64", show_default=True, type=_Numbers(), help="Sequences a decode.")
+@click.option("--prefill", "prefills", default="512,2048", show_default=True, type=Numbers(), help="Prompt lengths.")
+@click.option("--batch", "batches", default="1,4,16,64", show_default=True, type=Numbers(), help="Sequences a decode.")
 @click.option(
-    "--context", "contexts", default="2048,8192", show_default=True, type=_Numbers(), help="Tokens before a decode."
+    "--context", "contexts", default="2048,8192", show_default=True, type=Numbers(), help="Tokens before a decode."
 )
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1))
 @click.option("--decode-tokens", default=32, show_default=True, type=click.IntRange(1, 128), help="Steps of a decode.")

@@ -126,7 +126,7 @@ def command(
     """
     from llmc.artifacts.errors import GateError, UsageError
 
-    precision = _precision({"fp8": fp8, "int8": int8, "int4": int4, "dtype": dtype})
+    precision = chosen_precision({"fp8": fp8, "int8": int8, "int4": int4, "dtype": dtype})
     require_build_libraries()
     from llmc import flow
 
@@ -167,7 +167,7 @@ def command(
         raise refusal
 
 
-def _precision(given: dict[str, str | bool | None]) -> str | None:
+def chosen_precision(given: dict[str, str | bool | None]) -> str | None:
     """The one that is asked for, None for none. One on the command line wins over another of a config. Raises
     UsageError for several.
     """

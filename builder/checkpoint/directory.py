@@ -37,7 +37,7 @@ class DirectorySource(Source):
         self.root = root
         if not (root / CONFIG).is_file():
             raise CheckpointError(_no_config(root))
-        self._config = _read_json(root / CONFIG)
+        self._config = read_json(root / CONFIG)
         _require_tokenizer(root)
         weight_files, self._shards, self._where = _open_weights(root)
         optional = [name for name in _OPTIONAL if (root / name).is_file()]
@@ -72,7 +72,7 @@ class DirectorySource(Source):
         return read_scheme(str(self.root), self._config, self._optional(name) if name in self.files else None)
 
     def _optional(self, name: str) -> dict[str, Any]:
-        return _read_json(self.root / name) if name in self.files else {}
+        return read_json(self.root / name) if name in self.files else {}
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -99,7 +99,8 @@ def _no_config(root: Path) -> str:
     return f"{root}: has no {CONFIG}; --model takes a Hugging Face checkpoint's folder or a GGUF file"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError for a file that has none."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -163,7 +164,7 @@ def _open_weights(root: Path) -> tuple[tuple[str, ...], dict[str, SafetensorsFil
 
 
 def _open_sharded(root: Path) -> tuple[tuple[str, ...], dict[str, SafetensorsFile], dict[str, str]]:
-    where = _read_json(root / INDEX).get("weight_map")
+    where = read_json(root / INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{root / INDEX}: has no weight_map; fetch it again")
     names = sorted({str(name) for name in where.values()})

@@ -8,7 +8,8 @@ from pathlib import Path
 from llmc.artifacts.errors import CheckpointError
 from llmc.artifacts.hashing import sha256_file
 from llmc.builder.checkpoint.checkpoint import Checkpoint
-from llmc.builder.checkpoint.directory import DirectorySource
+from llmc.builder.checkpoint.config_only import ConfigSource
+from llmc.builder.checkpoint.directory import CONFIG, DirectorySource
 from llmc.builder.checkpoint.gguf_source import GgufSource
 from llmc.builder.checkpoint.packed import PackedSource
 from llmc.builder.checkpoint.quantized import QuantizedSource
@@ -47,3 +48,13 @@ def _unquantized(folder: DirectorySource) -> Source:
     if scheme is None:
         return folder
     return PackedSource(folder, scheme) if scheme.weights == "int4" else QuantizedSource(folder, scheme)
+
+
+def open_config(path: str | Path) -> Checkpoint:
+    """A checkpoint for arithmetic alone: a folder may also hold a config.json and no weights. Raises what
+    `open_checkpoint` raises.
+    """
+    folder = Path(path)
+    if str(path) and (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
+        return Checkpoint(folder, ConfigSource(folder))
+    return open_checkpoint(path)

@@ -1,6 +1,7 @@
 """What each launch of a program moves and computes, for a step of a given size.
 
-Comes in: a `CpuRank`, `Step`. Goes out: a `Cost` for each launch. Must not know: plans, HTML, how long anything takes.
+Comes in: a `CpuRank` or a fused graph, `Step`. Goes out: a `Cost` for each launch. Must not know: plans, HTML, how long
+anything takes.
 
 Bytes are those that must move at least once: weights as they are stored, the rows of a table that are looked up, inputs
 and results as f32, keys and values as the cache holds them. FLOPs count a multiplication and an addition as two; an
@@ -9,12 +10,15 @@ elementwise function counts as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.builder.cpu.program import CpuRank, Launch
+from llmc.builder.cpu.views import resolve
+from llmc.builder.ir import Graph, Node
+from llmc.builder.passes.views import SILENT
 
 #: Where weights lie.
 WEIGHT_SPACES = ("weights", "shared")
@@ -75,6 +79,10 @@ class Cost:
         return self.weights + self.activations + self.kv
 
 
+#: Value name -> its type.
+Types = Mapping[str, TensorType]
+
+
 def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
     """The cost of each launch, in order."""
     # A latent is key and value at once.
@@ -82,20 +90,36 @@ def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> 
         layer.layer: (1 if layer.latent else 2) * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
         for layer in program.kv_layers
     }
-    return [_cost(program, launch, step, kv_token) for launch in launches]
+    return [
+        _cost(launch.node, program.types, [p.space in WEIGHT_SPACES for p in launch.inputs], step, kv_token)
+        for launch in launches
+    ]
 
 
-def _cost(program: CpuRank, launch: Launch, step: Step, kv_token: dict[int, int]) -> Cost:
-    node = launch.node
+def graph_costs(graph: Graph, step: Step, kv_token: Mapping[int, int]) -> list[tuple[Node, Cost]]:
+    """Each node of a fused graph that is launched, in order, with its cost; `kv_token`: each layer's bytes of a token
+    in the cache.
+    """
+    types, producers, aliases = graph.types(), graph.producers(), resolve(graph)
+    params = {name for name, alias in aliases.items() if producers[alias.root].op == "param"}
+    return [
+        (node, _cost(node, types, [name in params for name in node.inputs], step, kv_token))
+        for node in graph
+        if node.op not in SILENT
+    ]
+
+
+def _cost(node: Node, types: Types, weighs: list[bool], step: Step, kv_token: Mapping[int, int]) -> Cost:
+    """`weighs`: which inputs are weights."""
     weights = activations = 0
-    for name, place in zip(node.inputs, launch.inputs, strict=True):
-        kind = program.types[name]
-        if place.space not in WEIGHT_SPACES:
+    for name, is_weight in zip(node.inputs, weighs, strict=True):
+        kind = types[name]
+        if not is_weight:
             activations += step.nbytes(kind)
         elif node.op == "embedding":
             weights += step.size(node.types[0]) * NUMPY_DTYPES[kind.dtype].itemsize
         else:
-            weights += _touched(program, launch, kind, step)
+            weights += _touched(types, node, kind, step)
     activations += sum(map(step.nbytes, node.types))
     kv = 0
     if node.op in ("rope_cache", "latent_cache"):
@@ -103,7 +127,7 @@ def _cost(program: CpuRank, launch: Launch, step: Step, kv_token: dict[int, int]
     elif node.op in ("paged_attention", "latent_attention"):
         seen = min(step.context, _seen(getattr(node.attrs, "window", None), step))
         kv = step.sequences * seen * kv_token[node.attrs.layer]
-    return Cost(weights, activations, kv, _FLOPS.get(node.op, _elements)(program, launch, step))
+    return Cost(weights, activations, kv, _FLOPS.get(node.op, _elements)(types, node, step))
 
 
 def _seen(window: int | None, step: Step) -> int:
@@ -111,60 +135,60 @@ def _seen(window: int | None, step: Step) -> int:
     return step.context if window is None else window + step.each - 1
 
 
-def _touched(program: CpuRank, launch: Launch, kind: TensorType, step: Step) -> int:
+def _touched(types: Types, node: Node, kind: TensorType, step: Step) -> int:
     """A weight's bytes; of a stack of experts those that the step's tokens can reach."""
     whole = step.nbytes(kind)
-    if launch.node.op != "grouped_linear":
+    if node.op != "grouped_linear":
         return whole
-    experts, chosen = int(kind.shape[0]), step.size(program.types[launch.node.inputs[1]])
+    experts, chosen = int(kind.shape[0]), step.size(types[node.inputs[1]])
     return whole * min(experts, chosen) // experts
 
 
-def _elements(program: CpuRank, launch: Launch, step: Step) -> int:
-    return sum(map(step.size, launch.node.types))
+def _elements(types: Types, node: Node, step: Step) -> int:
+    return sum(map(step.size, node.types))
 
 
-def _linear(program: CpuRank, launch: Launch, step: Step) -> int:
-    weight = program.types[launch.node.inputs[1]]
-    rows = step.size(program.types[launch.node.inputs[0]]) // int(weight.shape[-1])
+def _linear(types: Types, node: Node, step: Step) -> int:
+    weight = types[node.inputs[1]]
+    rows = step.size(types[node.inputs[0]]) // int(weight.shape[-1])
     return 2 * rows * prod(int(d) for d in weight.shape)
 
 
-def _grouped(program: CpuRank, launch: Launch, step: Step) -> int:
+def _grouped(types: Types, node: Node, step: Step) -> int:
     """Each chosen expert's matrix, once for each token that chose it."""
-    _, rows, columns = (int(d) for d in program.types[launch.node.inputs[2]].shape)
-    return 2 * step.size(program.types[launch.node.inputs[1]]) * rows * columns
+    _, rows, columns = (int(d) for d in types[node.inputs[2]].shape)
+    return 2 * step.size(types[node.inputs[1]]) * rows * columns
 
 
-def _attention(program: CpuRank, launch: Launch, step: Step) -> int:
-    a = launch.node.attrs
+def _attention(types: Types, node: Node, step: Step) -> int:
+    a = node.attrs
     return 4 * step.attended(a.window) * a.heads * a.head_dim
 
 
-def _latent(program: CpuRank, launch: Launch, step: Step) -> int:
-    a = launch.node.attrs
+def _latent(types: Types, node: Node, step: Step) -> int:
+    a = node.attrs
     return 2 * step.attended(None) * a.heads * (2 * a.latent + a.rope)
 
 
-def _heads(program: CpuRank, launch: Launch, step: Step) -> int:
-    return 2 * step.tokens * prod(int(d) for d in program.types[launch.node.inputs[1]].shape)
+def _heads(types: Types, node: Node, step: Step) -> int:
+    return 2 * step.tokens * prod(int(d) for d in types[node.inputs[1]].shape)
 
 
-def _pointwise(program: CpuRank, launch: Launch, step: Step) -> int:
-    return launch.node.attrs.expr.count("(") * step.size(launch.node.types[0])
+def _pointwise(types: Types, node: Node, step: Step) -> int:
+    return node.attrs.expr.count("(") * step.size(node.types[0])
 
 
-def _nothing(program: CpuRank, launch: Launch, step: Step) -> int:
+def _nothing(types: Types, node: Node, step: Step) -> int:
     return 0
 
 
-def _norm(program: CpuRank, launch: Launch, step: Step) -> int:
+def _norm(types: Types, node: Node, step: Step) -> int:
     """Square, sum, scale and weigh each element; the residual is one addition more."""
-    return (5 if launch.node.attrs.residual else 4) * step.size(launch.node.types[0])
+    return (5 if node.attrs.residual else 4) * step.size(node.types[0])
 
 
 #: Operator -> FLOPs. Any other operator counts one for each element of its results.
-_FLOPS: dict[str, Callable[[CpuRank, Launch, Step], int]] = {
+_FLOPS: dict[str, Callable[[Types, Node, Step], int]] = {
     "linear": _linear,
     "grouped_linear": _grouped,
     "head_linear": _heads,

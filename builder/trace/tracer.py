@@ -61,10 +61,11 @@ class Traced:
 def trace(checkpoint: Checkpoint, longest: int | None = None) -> Traced:
     """Traces a checkpoint's model, for sequences of up to `longest` tokens (None: of what its config allows). Raises
     UnsupportedError, naming operator, module and source line, or CheckpointError where the checkpoint lacks a tensor
-    that its config asks for, or has it in another shape.
+    that its config asks for, or has it in another shape. Of a checkpoint without any tensors every parameter counts as
+    stored.
     """
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-    return trace_model(checkpoint.hf_config(), shapes, longest)
+    return trace_model(checkpoint.hf_config(), shapes or None, longest)
 
 
 def trace_model(config: Any, tensors: Mapping[str, Sequence[int]] | None = None, longest: int | None = None) -> Traced:

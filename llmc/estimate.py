@@ -1,0 +1,100 @@
+"""The estimate of a model from its checkpoint, or from its config.json alone.
+
+Comes in: a path, the options of a build, a workload. Goes out: an `Estimate`. Must not know: the command line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmc.artifacts.errors import UsageError
+from llmc.builder.capacity.estimate import Estimate, ModelFacts, Workload, estimate
+from llmc.builder.capacity.model import rank_facts
+from llmc.flow import default_precision
+from llmc.kv_cache import cache_dtype
+from llmc.profiles import load_profile, load_target
+from llmc.profiles.gpus import GpuDescription, gpu_for
+from llmc.rounding import LM_HEAD_DTYPE, RoundingOptions
+
+if TYPE_CHECKING:
+    from llmc.builder.checkpoint import Checkpoint
+
+#: Tokens of a sequence unless the caller says otherwise, where the model takes as many.
+CONTEXT, ANSWER = 4096, 256
+
+
+def estimate_model(
+    model: str | Path,
+    target: str,
+    *,
+    gpu: str | None = None,
+    precision: str | None = None,
+    kv_dtype: str | None = None,
+    lm_head_dtype: str | None = None,
+    tp: int = 1,
+    profile: str = "chat",
+    context: int | None = None,
+    answer: int | None = None,
+    workload: Workload | None = None,
+) -> Estimate:
+    """`model` is a checkpoint or a folder with a config.json; no weights are read. `context` counts prompt and answer;
+    `workload` has what else is asked (its prompt and answer are replaced). Raises LlmcError.
+    """
+    from llmc.builder.checkpoint.opening import open_config
+
+    described = gpu_for(target, gpu)
+    checkpoint = open_config(model)
+    longest = checkpoint.longest
+    context = context or min(CONTEXT, longest or CONTEXT)
+    answer = answer or min(ANSWER, context // 2)
+    if longest is not None and context > longest:
+        raise UsageError(f"--context {context}: {checkpoint.path}: the model takes sequences of {longest} tokens")
+    if not 0 < answer < context:
+        raise UsageError(f"--answer {answer}: leaves no room for a prompt within --context {context}")
+    facts = _facts(checkpoint, described, precision, cache_dtype(kv_dtype), lm_head_dtype, tp, profile, context)
+    asked = replace(workload or Workload(0, 0), prompt=context - answer, answer=answer)
+    return estimate(facts, described, asked)
+
+
+def _facts(
+    checkpoint: Checkpoint,
+    gpu: GpuDescription,
+    precision: str | None,
+    kv_dtype: str | None,
+    lm_head_dtype: str | None,
+    tp: int,
+    profile: str,
+    context: int,
+) -> ModelFacts:
+    from llmc.builder import pipeline
+    from llmc.builder.cpu.cache import ObjectCache, default_folder
+    from llmc.builder.trace_cache import cached_trace
+
+    precision = precision or default_precision(checkpoint)
+    if "fp8" not in gpu.peaks and (precision == "fp8" or kv_dtype == "f8e4m3"):
+        option = "--fp8" if precision == "fp8" else "--kv-cache-dtype fp8"
+        raise UsageError(
+            f"{option}: {gpu.name} (sm_{gpu.sm}) has no FP8; choose --dtype bf16, or a target from sm_89 on"
+        )
+    rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
+    shapes = load_profile(profile, checkpoint.longest or context, load_target("cpu"), checkpoint.longest is not None)
+    traced, _ = cached_trace(checkpoint, ObjectCache(default_folder("traces"), suffix=".trace"), shapes.max_seq_len)
+    options = pipeline.CompileOptions(
+        precision=precision,
+        kv_dtype=kv_dtype,
+        kv_scales=defaultdict(lambda: ((1.0,), (1.0,))),  # their values change no size
+        tp=tp,
+        fp8_activations="token",
+        own=checkpoint.quantization,
+        lm_head_dtype=(lm_head_dtype or LM_HEAD_DTYPE) if rounds else "bf16",
+    )
+    compiled = pipeline.run(traced.graph, options)
+    chunk = shapes.max_num_batched_tokens
+    rows = min(chunk, shapes.max_num_seqs)
+    ranks = tuple(rank_facts(graph, compiled.kv_dtype, chunk, rows) for graph in compiled.graphs)
+    return ModelFacts(
+        checkpoint.name, precision, compiled.kv_dtype, ranks, traced.eager_launches, chunk, shapes.block_size
+    )
