@@ -36,8 +36,8 @@ _SUMMARY = {
 
 
 @click.command(name="estimate")
-@click.option("--target", required=True, help="cuda:sm_80, sm_89, sm_90, sm_100 or sm_120.")
-@click.option("--gpu", help="A GPU by name (h100-sxm, a100-80gb, ...) or a YAML file. Default: the SM's usual one.")
+@click.option("--target", required=True, help="cuda (sm_90), or cuda:sm_80 and others.")
+@click.option("--gpu", help="A GPU by name, such as h200-sxm. Default: one of the target.")
 @click.option(
     "--model", required=True, type=click.Path(path_type=Path), help="Checkpoint, or a folder with its config.json."
 )

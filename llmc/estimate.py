@@ -15,8 +15,7 @@ from llmc.builder.capacity.estimate import Estimate, ModelFacts, Workload, estim
 from llmc.builder.capacity.model import rank_facts
 from llmc.flow import default_precision
 from llmc.kv_cache import cache_dtype
-from llmc.profiles import load_profile, load_target
-from llmc.profiles.gpus import GpuDescription, gpu_for
+from llmc.profiles import CudaTarget, Gpu, load_gpu, load_profile, load_target, target_names
 from llmc.rounding import LM_HEAD_DTYPE, RoundingOptions
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def estimate_model(
     """
     from llmc.builder.checkpoint.opening import open_config
 
-    described = gpu_for(target, gpu)
+    described, built = _machine(target, gpu)
     checkpoint = open_config(model)
     longest = checkpoint.longest
     context = context or min(CONTEXT, longest or CONTEXT)
@@ -54,14 +53,31 @@ def estimate_model(
         raise UsageError(f"--context {context}: {checkpoint.path}: the model takes sequences of {longest} tokens")
     if not 0 < answer < context:
         raise UsageError(f"--answer {answer}: leaves no room for a prompt within --context {context}")
-    facts = _facts(checkpoint, described, precision, cache_dtype(kv_dtype), lm_head_dtype, tp, profile, context)
+    facts = _facts(checkpoint, built, precision, cache_dtype(kv_dtype), lm_head_dtype, tp, profile, context)
     asked = replace(workload or Workload(0, 0), prompt=context - answer, answer=answer)
     return estimate(facts, described, asked)
 
 
+def _machine(target: str, name: str | None) -> tuple[Gpu, CudaTarget]:
+    """The named GPU, or the one that stands for the target, and the target. Raises UsageError for what does not go
+    together.
+    """
+    built = load_target(target)
+    if not isinstance(built, CudaTarget):
+        known = ", ".join(name for name in target_names() if name.startswith("cuda:"))
+        raise UsageError(
+            f"--target {target}: speeds are estimated of GPUs alone: {known}. Of a cpu target `llmc build --dry-run` "
+            "prints the memory arithmetic, and `llmc bench PLAN` measures the roofline"
+        )
+    gpu = load_gpu(name or built.gpu)
+    if gpu.sm != built.sm:
+        raise UsageError(f"--gpu {name}: {gpu.name} is sm_{gpu.sm}, and --target {target} is sm_{built.sm}; change one")
+    return gpu, built
+
+
 def _facts(
     checkpoint: Checkpoint,
-    gpu: GpuDescription,
+    target: CudaTarget,
     precision: str | None,
     kv_dtype: str | None,
     lm_head_dtype: str | None,
@@ -74,20 +90,18 @@ def _facts(
     from llmc.builder.trace_cache import cached_trace
 
     precision = precision or default_precision(checkpoint)
-    if "fp8" not in gpu.peaks and (precision == "fp8" or kv_dtype == "f8e4m3"):
+    if not target.fp8 and (precision == "fp8" or kv_dtype == "f8e4m3"):
         option = "--fp8" if precision == "fp8" else "--kv-cache-dtype fp8"
-        raise UsageError(
-            f"{option}: {gpu.name} (sm_{gpu.sm}) has no FP8; choose --dtype bf16, or a target from sm_89 on"
-        )
+        raise UsageError(f"{option}: {target} has no FP8; choose --dtype bf16, or a target from sm_89 on")
     rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
-    shapes = load_profile(profile, checkpoint.longest or context, load_target("cpu"), checkpoint.longest is not None)
+    shapes = load_profile(profile, checkpoint.longest or context, target, checkpoint.longest is not None)
     traced, _ = cached_trace(checkpoint, ObjectCache(default_folder("traces"), suffix=".trace"), shapes.max_seq_len)
     options = pipeline.CompileOptions(
         precision=precision,
         kv_dtype=kv_dtype,
         kv_scales=defaultdict(lambda: ((1.0,), (1.0,))),  # their values change no size
         tp=tp,
-        fp8_activations="token",
+        fp8_activations=target.fp8_activations,
         own=checkpoint.quantization,
         lm_head_dtype=(lm_head_dtype or LM_HEAD_DTYPE) if rounds else "bf16",
     )

@@ -14,7 +14,7 @@ from llmc.builder.capacity.model import rank_facts
 from llmc.builder.capacity.sheet import Sheet, formatted
 from llmc.builder.page.costs import Step
 from llmc.builder.trace.tracer import trace_model
-from llmc.profiles.gpus import GpuDescription, load_gpu
+from llmc.profiles import Gpu, load_gpu
 from tests.models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,7 +58,7 @@ def test_llama_8b_on_h100(llama_8b: ModelFacts) -> None:
 
 def test_crossover_batch_of_a100(llama_8b: ModelFacts) -> None:
     # 312 TFLOP/s / 2.0 TB/s = 156: published figures round the bandwidth of 2,039 GB/s, with which it is 153.
-    a100 = load_gpu("a100-80gb")
+    a100 = load_gpu("a100-sxm-80gb")
     assert estimate(llama_8b, replace(a100, bandwidth=2.0e12), WORK).sheet["crossover_batch"] == pytest.approx(156)
     assert estimate(llama_8b, a100, WORK).sheet["crossover_batch"] == pytest.approx(153.0, abs=0.1)
 
@@ -86,7 +86,7 @@ def test_step_by_hand() -> None:
     assert rank.matrix_bytes == 2 * numbers
     assert rank.token_flops == {"bf16": 2 * numbers}
     assert rank.kv_bytes == 2 * 2 * 16 * 2
-    gpu = GpuDescription("slow", 90, 1 << 30, 1e6, 1.0, {"f32": 1e15, "bf16": 1e15})
+    gpu = Gpu("slow", 90, 1 << 30, 1e6, 1e15, None, 1.0)
     bound = rank.bound(Step(3, 3, 10, 3), gpu)
     assert bound.kv == 3 * 10 * rank.kv_bytes + 3 * rank.kv_bytes  # read, and the new token's written
     vectors = 4 * (64 * 3 + 8) + 2 * 3 * 64  # three norms, rotary frequencies, three rows of the embedding
@@ -135,14 +135,14 @@ def test_recurrent_states_limit_sequences() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(llama_8b: ModelFacts) -> None:
-    with pytest.raises(UsageError, match=r"does not fit NVIDIA L4 .*of 21\.74 GB usable.* take 16\.11 GB.*--tp"):
+    with pytest.raises(UsageError, match=r"does not fit L4 .*of 21\.6 GB usable.* take 16\.11 GB.*--tp"):
         estimate(llama_8b, load_gpu("l4"), Workload(60000, 256))
 
 
 def test_a_format_that_the_gpu_lacks_is_named() -> None:
     model = facts("llama", pipeline.CompileOptions("fp8"))
     with pytest.raises(UsageError, match=r"A100.*no FP8"):
-        decode_row(model, load_gpu("a100-80gb"), 1, 16)
+        decode_row(model, load_gpu("a100-sxm-80gb"), 1, 16)
 
 
 def test_formulas_show_what_they_compute() -> None:

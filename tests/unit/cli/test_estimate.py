@@ -31,7 +31,7 @@ def test_a_config_alone_says_what_its_checkpoint_says(config: Path, tmp_path: Pa
     assert first["figures"] == second["figures"]
     assert (first["decode"], first["prefill"]) == (second["decode"], second["prefill"])
     assert first["tp"] == 2
-    assert first["gpu"] == "NVIDIA H100 SXM"
+    assert first["gpu"] == "H100 SXM"
 
 
 def test_table_and_formulas(config: Path) -> None:
@@ -53,7 +53,10 @@ def test_table_and_formulas(config: Path) -> None:
     ("options", "target", "code", "word"),
     [
         ((), "cpu", 2, "llmc bench"),
+        ((), "cuda:sm_70", 2, "cuda:sm_80"),
         (("--gpu", "h100"), "cuda:sm_90", 2, "h100-sxm"),
+        (("--gpu", "a100-sxm-80gb"), "cuda:sm_90", 2, "sm_80"),
+        (("--int8",), "cuda:sm_90", 2, "--fp8"),
         (("--fp8",), "cuda:sm_80", 2, "no FP8"),
         (("--kv-cache-dtype", "fp8"), "cuda:sm_80", 2, "--kv-cache-dtype"),
         (("--kv-cache-dtype", "fp7"), "cuda:sm_90", 2, "fp7"),
