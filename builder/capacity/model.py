@@ -16,8 +16,8 @@ from math import prod
 
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.cpu.arena import Life, plan_memory
-from llmc.builder.cpu.views import resolve
+from llmc.builder.alias import resolve
+from llmc.builder.arena import Life, plan_memory
 from llmc.builder.ir import Graph, Node
 from llmc.builder.operators import ALL
 from llmc.builder.page.costs import Cost, Step, graph_costs

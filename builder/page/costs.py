@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import prod
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.builder.alias import resolve
 from llmc.builder.cpu.program import CpuRank, Launch
-from llmc.builder.cpu.views import resolve
 from llmc.builder.ir import Graph, Node
 from llmc.builder.passes.views import SILENT
 
