@@ -25,15 +25,11 @@ from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import PlanWriter, encode_manifest
 from llmc.artifacts.schema import FORMAT_VERSION, BuildInfo, Manifest, ShapeProfile
 from llmc.builder import pipeline
+from llmc.builder.backend import Backend, backend_for, lower
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.checkpoint.source import Quantization
 from llmc.builder.cpu.cache import ObjectCache, default_folder
-from llmc.builder.cpu.compile import Compiler
-from llmc.builder.cpu.emit import emit
-from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import CpuLowered
-from llmc.builder.cpu.toolchain import find_compiler
-from llmc.builder.lowered import rank_program
+from llmc.builder.lowered import Lowered, rank_program
 from llmc.builder.memory import MemoryPlan, memory_plan
 from llmc.builder.notes import build_notes
 from llmc.builder.options import BuildOptions
@@ -52,7 +48,7 @@ from llmc.builder.weights.recipe import parse
 from llmc.builder.weights.rounded import open_rounded, weight_name
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
-from llmc.profiles import TargetDescription, load_cpu_target, load_profile, load_target
+from llmc.profiles import TargetDescription, load_profile, load_target
 
 __all__ = [
     "BuildOptions",
@@ -82,14 +78,14 @@ class _Front:
 
     traced: Traced
     compiled: Compiled
-    lowered: CpuLowered
+    lowered: Lowered
     own: Quantization | None
     kv: KVScaleTable | None
 
 
 def dry_run(checkpoint: Checkpoint, options: BuildOptions) -> MemoryPlan:
     """The memory arithmetic of such a build. Traces and lowers the model; reads no weights and needs no calibration."""
-    target = load_cpu_target(options.target)
+    target = load_target(options.target)
     profile = resolved_profile(checkpoint, options, target)
     # The scales of activations, keys and values are constants of the code: where they come from changes no size.
     options = dataclasses.replace(options, fp8_activations="token", verify_passes=False)
@@ -133,31 +129,29 @@ def compile_plan(
     own options, for the manifest, and `parity` its finding, for the report. Raises LlmcError; nothing stands at `out`
     then that was not there before. Of those, a GateError carries the report of the build that was not published.
     """
-    target = load_cpu_target(options.target, Path(options.tactics) if options.tactics else None)
+    target = load_target(options.target, Path(options.tactics) if options.tactics else None)
     profile = resolved_profile(checkpoint, options, target)
-    toolchain = find_compiler(options.cxx)  # before the minutes of work that would be lost without it
+    backend = backend_for(target, options)
     if table is not None:
         table.check(checkpoint.digest)
     rounded = open_rounded(table)
-    compiler = Compiler(toolchain, target, ObjectCache(default_folder()) if options.cache else None, options.workers)
-    compiler.begin()  # tracing takes one processor
+    backend.begin()  # tracing takes one processor
     front = _front(checkpoint, options, table, kv, profile, target, progress, watch)
     source = ModelWeights(checkpoint, front.traced.buffers, rounded)
     if table is not None:
         with progress.stage("ranges"):
             check_ranges(front.traced.graph, table, source)
-    sources = [emit(front.lowered, program.rank) for program in front.lowered.programs]
-    with progress.stage("compile", compiler.units(sources)) as done:
-        codes = compiler.libraries(sources, done)
+    codes = backend.code(front.lowered, progress)
     memory = memory_plan(front.lowered, checkpoint.name, options.precision)
     with PlanWriter(out) as writer:
-        for program, code in zip(front.lowered.programs, codes, strict=True):
+        for program in front.lowered.programs:
             writer.add(f"graph/rank{program.rank}.ir", str(program.graph).encode())
-            writer.add(f"code/rank{program.rank}.so", code)
+        for name, code in codes.items():
+            writer.add(name, code)
         errors = _write_weights(writer, front, source, progress)
         for name, data in _texts(checkpoint, table, memory, front, errors).items():
             writer.add(name, data)
-        build = _build_info(options, front, table, compiler, settings or {})
+        build = _build_info(options, front, table, backend, settings or {})
         with progress.stage("seal"):
             manifest = writer.seal(_manifest(checkpoint, front, build))
         verdict = self_test(writer.temporary) if self_test else Verdict({}, {})
@@ -295,7 +289,7 @@ def _build_info(
     options: BuildOptions,
     front: _Front,
     table: CalibrationTable | None,
-    compiler: Compiler,
+    backend: Backend,
     settings: Mapping[str, object],
 ) -> BuildInfo:
     kv_dtype = front.compiled.kv_dtype
@@ -309,6 +303,7 @@ def _build_info(
     if options.tactics is not None:
         config["tactics"] = f"{Path(options.tactics).stem}.yaml"  # the numbers are among the flags
     libraries = {name: version(name) for name in ("numpy", "torch", "transformers")}
+    libraries |= backend.libraries
     if options.precision in WEIGHTS:
         kept = front.own is not None and front.own.linears and front.own.scheme.weights == options.precision
         own = front.own.scheme if front.own is not None and kept else None
@@ -323,8 +318,8 @@ def _build_info(
         libraries["nvidia-modelopt"] = table.modelopt
     return BuildInfo(
         compiler=f"llmc {VERSION}",
-        toolchain=compiler.toolchain.version,
-        flags=compiler.flags,
+        toolchain=backend.toolchain,
+        flags=backend.flags,
         precision=options.precision,
         kv_dtype=kv_dtype,
         tp=options.tp,

@@ -62,7 +62,7 @@ _OF_STOP_AFTER = frozenset(
 @click.option(
     "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
 )
-@click.option("--target", default="cpu", show_default=True, help="cpu, or cpu:ISA such as cpu:x86-64-v4.")
+@click.option("--target", default="cpu", show_default=True, help="cpu[:ISA] such as cpu:x86-64-v4, or cuda[:sm_XX].")
 @click.option(
     "--kv-cache-dtype",
     "kv_dtype",

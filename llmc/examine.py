@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.artifacts.errors import CheckpointError, EnvironmentFault, UsageError
 from llmc.artifacts.plan import Plan, machine_features
+from llmc.artifacts.schema import Target
 from llmc.builder.progress import Progress
 from llmc.builder.reference import batch_logits, forced, greedy
 from llmc.builder.verdict import Verdict
 from llmc.gate import OFF, Exam
+from llmc.runtime.machine import has_gpu_driver
 from llmc.source import Source
 
 if TYPE_CHECKING:
@@ -54,16 +56,24 @@ _DIGITS: dict[str, Callable[[float], float]] = {
 }
 
 
-def require_judge(exam: Exam, features: Sequence[str], target: str) -> None:
+def cannot_run(target: Target) -> str | None:
+    """Why this machine cannot run an engine for this target, in words; None where it can."""
+    if target.kind == "cuda" and not has_gpu_driver():
+        return "no GPU"
+    missing = sorted(set(target.features) - machine_features())
+    return f"this machine lacks {', '.join(missing)}" if missing else None
+
+
+def require_judge(exam: Exam, target: Target) -> None:
     """Raises EnvironmentFault where a gate is set and this machine cannot run the engine that it is to judge: found out
     before the build, not after.
     """
-    missing = sorted(set(features) - machine_features())
-    if exam.evaluate and exam.gate is not None and missing:
+    reason = cannot_run(target)
+    if exam.evaluate and exam.gate is not None and reason is not None:
         raise EnvironmentFault(
-            f"this machine lacks {', '.join(missing)}, so an engine for {target} cannot be compared with its "
-            f"checkpoint here, and a build is published only when the gate has judged it; build on a machine that has "
-            f"it, choose another --target, or publish it unjudged with --gate {OFF}"
+            f"{reason}: so an engine for {target.kind}:{target.isa} cannot be compared with its checkpoint here, and a "
+            "build is published only when the gate has judged it; build on a machine that can run it, choose another "
+            f"--target, or publish it unjudged with --gate {OFF}"
         )
 
 
@@ -81,10 +91,10 @@ def examine(source: Source, path: Path, exam: Exam, text: EvaluationText | None,
     """
     plan = Plan.open(path, verify=False)
     figures: dict[str, float] = {}
-    if not set(plan.manifest.target.features) <= machine_features():
+    if (reason := cannot_run(plan.manifest.target)) is not None:
         with progress.stage("golden"):
             golden = _golden_without_engine(source, plan)
-        quality: dict[str, Any] = {"run": "not run: this machine lacks the target's ISA"}
+        quality: dict[str, Any] = {"run": f"not run: {reason}"}
     else:
         from llmc.runtime.selftest import Probe
 

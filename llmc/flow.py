@@ -19,7 +19,7 @@ from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.file_hashes import FileHashes
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
-from llmc.gate import Exam, judged_as, make_exam
+from llmc.gate import OFF, Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
@@ -62,8 +62,8 @@ def build(
     for rounded weights and an FP8 cache; `fp8_activations`, `fp8_budget` and `lm_head_dtype` say how (see
     `RoundingOptions`). With `evaluate`, the finished engine and Hugging Face at fp32 read the same text, at most
     `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
-    documentation), and `gate` (see llmc/gate.py; None: the precision's default, "off": none) decides whether the plan
-    is published. `kv_dtype` is one of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
+    documentation), and `gate` (see llmc/gate.py; None: the precision's default, of a GPU's engine none; "off": none)
+    decides whether the plan is published. `kv_dtype` is one of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
     `dump` is a folder for the graph after each pass.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
@@ -80,6 +80,8 @@ def build(
     if precision is None:
         checkpoint = _open(model, hashes)
         precision = default_precision(checkpoint)
+    if gate is None and load_target(target).kind != "cpu":
+        gate = OFF  # no engine for a GPU is judged unless it is asked for: few machines that build have one
     exam = make_exam(judged_as(precision, kv_dtype), gate, evaluate, eval_text, eval_windows, eval_length)
     options = BuildOptions(
         precision=precision,
@@ -142,12 +144,12 @@ def _build(
     from llmc.builder.build import compile_plan, dry_run, resolved_profile
     from llmc.builder.dump import DumpFolder
     from llmc.builder.verdict import Verdict
-    from llmc.examine import evaluation_text, examine, require_judge
+    from llmc.examine import cannot_run, evaluation_text, examine, require_judge
     from llmc.parity import check_parity
     from llmc.source import Source
 
     target = load_target(options.target)
-    require_judge(exam, target.fingerprint.features, str(target))
+    require_judge(exam, target.fingerprint)
     longest = resolved_profile(checkpoint, options, target).max_seq_len
     source = Source(checkpoint, longest)
     require_writable(output)
@@ -157,7 +159,8 @@ def _build(
     _check_texts(checkpoint)
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
-    text = evaluation_text(source, exam, longest) if exam.evaluate else None
+    judged = exam.evaluate and cannot_run(target.fingerprint) is None
+    text = evaluation_text(source, exam, longest) if judged else None
     if options.kv_dtype == "f8e4m3":
         dry_run(checkpoint, options)  # refuses a cache that cannot be FP8 before minutes of calibration
     table = rounding.table(checkpoint, options.precision, progress)

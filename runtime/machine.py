@@ -132,3 +132,12 @@ def ending(code: int) -> str:
         return f"exited with code {code}"
     hint = "; if the kernel ran out of memory, lower --kv-bytes" if -code == signal.SIGKILL else ""
     return f"was killed by signal {-code} ({signal.Signals(-code).name}){hint}"
+
+
+def has_gpu_driver() -> bool:
+    """Whether NVIDIA's driver is installed. Asked of the loader: bindings hang where they find no library."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

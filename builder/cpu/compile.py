@@ -138,7 +138,16 @@ class Compiler:
         `done` is told how many of `units(sources)` are complete. Raises EnvironmentFault with the compiler's first
         error and the file where the source was kept.
         """
-        complete = [{**_COMMON, **files, "exports.map": _EXPORTS} for files in sources]
+        return self._libraries([{**_COMMON, **files} for files in sources], done)
+
+    def host_library(self) -> bytes:
+        """The shared object beside kernels that run elsewhere: the sampler without an engine. Raises as above."""
+        files = {name: _COMMON[name] for name in _ALONE}
+        host = (Path(__file__).parent / "host.cpp").read_text()
+        return self._libraries([{**files, "host.cpp": host}], lambda count: None)[0]
+
+    def _libraries(self, sources: Sequence[Mapping[str, str]], done: Callable[[int], None]) -> list[bytes]:
+        complete = [{**files, "exports.map": _EXPORTS} for files in sources]
         try:
             folder = Path(tempfile.mkdtemp(prefix="llmc-build-"))
             result = self._build(folder, complete, done)  # where this fails, the sources stay for whoever reads why

@@ -1,0 +1,118 @@
+"""The half of a build that depends on the target: lowering, and code for what was lowered.
+
+Comes in: fused graphs, a target. Goes out: `Lowered`, and a plan's sections of code. Must not know: checkpoints,
+passes, plans.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from llmc.artifacts.errors import UsageError
+from llmc.artifacts.schema import ShapeProfile
+from llmc.builder.cpu.cache import ObjectCache, default_folder
+from llmc.builder.cpu.compile import Compiler
+from llmc.builder.cpu.emit import emit
+from llmc.builder.cpu.lower import lower as lower_for_cpu
+from llmc.builder.cpu.program import CpuLowered
+from llmc.builder.cpu.toolchain import find_compiler
+from llmc.builder.cuda.code import sections, variants
+from llmc.builder.cuda.compile import CudaCompiler, cubin_cache
+from llmc.builder.cuda.lower import lower as lower_for_cuda
+from llmc.builder.cuda.program import CudaLowered
+from llmc.builder.ir import Graph
+from llmc.builder.lowered import Lowered
+from llmc.builder.options import BuildOptions
+from llmc.builder.progress import Progress
+from llmc.profiles import CpuTarget, CudaTarget, TargetDescription
+
+#: The sampler of a plan whose kernels run elsewhere.
+HOST_LIBRARY = "code/host.so"
+
+
+def lower(
+    graphs: Sequence[Graph],
+    profile: ShapeProfile,
+    target: TargetDescription,
+    kv_dtype: str,
+    vocab: Sequence[tuple[int, int]],
+) -> Lowered:
+    """The graphs as programs of the target; `vocab`: (first column, columns) of each rank's logits."""
+    if isinstance(target, CpuTarget):
+        return lower_for_cpu(graphs, profile, target, kv_dtype, vocab)
+    if isinstance(target, CudaTarget):
+        return lower_for_cuda(graphs, profile, target, kv_dtype, vocab)
+    raise UsageError(f"target {target} is not of a kind that plans are written for")
+
+
+class Backend(ABC):
+    """Generates code. Making one finds the compilers, before the minutes of work that would be lost without them."""
+
+    def __init__(self, host: CpuTarget, options: BuildOptions) -> None:
+        cache = ObjectCache(default_folder()) if options.cache else None
+        self.compiler = Compiler(find_compiler(options.cxx), host, cache, options.workers)
+
+    @property
+    def toolchain(self) -> str:
+        """The C++ compiler's name and version."""
+        return self.compiler.toolchain.version
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is told, without paths."""
+        return self.compiler.flags
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        """Others that decide about the code, by name: their versions."""
+        return {}
+
+    def begin(self) -> None:
+        """Starts on what no model changes, beside what the caller does next."""
+        self.compiler.begin()
+
+    @abstractmethod
+    def code(self, lowered: Lowered, progress: Progress) -> dict[str, bytes]:
+        """The sections of code of what `lower` made. Raises EnvironmentFault where a compiler fails."""
+
+
+class CpuBackend(Backend):
+    """C++ for this model: a shared object for each rank."""
+
+    def code(self, lowered: Lowered, progress: Progress) -> dict[str, bytes]:
+        """`code/rank<N>.so`."""
+        assert isinstance(lowered, CpuLowered)
+        sources = [emit(lowered, program.rank) for program in lowered.programs]
+        with progress.stage("compile", self.compiler.units(sources)) as done:
+            codes = self.compiler.libraries(sources, done)
+        return {program.section: code for program, code in zip(lowered.programs, codes, strict=True)}
+
+
+class CudaBackend(Backend):
+    """Triton kernels for a GPU that need not be here, and a program for each rank that launches them."""
+
+    def __init__(self, target: CudaTarget, options: BuildOptions) -> None:
+        super().__init__(target.host, options)
+        self.kernels = CudaCompiler(cubin_cache() if options.cache else None, options.workers)
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        """Triton, which brings its own assembler."""
+        return {"triton": self.kernels.version}
+
+    def code(self, lowered: Lowered, progress: Progress) -> dict[str, bytes]:
+        """`code/rank<N>.json`, `code/<digest>.cubin` for each kernel, and the library of the host."""
+        assert isinstance(lowered, CudaLowered)
+        with progress.stage("compile", len(variants(lowered)) + 1) as done:
+            made = sections(lowered, self.kernels, done)
+            made[HOST_LIBRARY] = self.compiler.host_library()
+        return made
+
+
+def backend_for(target: TargetDescription, options: BuildOptions) -> Backend:
+    """Raises EnvironmentFault where a compiler is missing."""
+    if isinstance(target, CpuTarget):
+        return CpuBackend(target, options)
+    assert isinstance(target, CudaTarget)
+    return CudaBackend(target, options)
