@@ -72,6 +72,12 @@ def parse_weights(text: str) -> dict[str, float]:
 @click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Reuse keys and values of equal prefixes."
 )
+@click.option(
+    "--overlap/--no-overlap",
+    default=True,
+    show_default=True,
+    help="Compose a step while the one before it is computed, or between the two. Answers are the same.",
+)
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
 @click.option("--threads", type=int, help="Threads per rank. Default: what the core finds right.")
 @click.option(

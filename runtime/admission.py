@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from llmc.artifacts.errors import UsageError
@@ -101,10 +102,19 @@ class Patience:
         each = (now - self._ends[0]) / (len(self._ends) - 1)
         return min(max(math.ceil(waiting * each), _SOONEST), _LATEST)
 
-    def excess(self, waiting: int) -> int:
-        """How many of those that wait are too many."""
+    def is_tried(self, waiting: int, arrivals: Iterable[float], now: float) -> bool:
+        """Whether too many wait, or one of those that came at `arrivals` has waited too long."""
+        return self._excess(waiting) > 0 or any(self._is_over(arrived, now) for arrived in arrivals)
+
+    def split(self, arrivals: Seq[float], now: float) -> tuple[int, int]:
+        """Of those that wait, the earliest first: how many of the first have waited too long, and how many of the last
+        are too many for the rest of the queue.
+        """
+        late = sum(self._is_over(arrived, now) for arrived in arrivals)
+        return late, self._excess(len(arrivals) - late)
+
+    def _excess(self, waiting: int) -> int:
         return 0 if self.most is None else max(waiting - self.most, 0)
 
-    def is_over(self, arrived: float, now: float) -> bool:
-        """Whether one that came at `arrived` has waited too long."""
+    def _is_over(self, arrived: float, now: float) -> bool:
         return self.timeout is not None and now - arrived > self.timeout

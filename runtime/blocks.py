@@ -153,7 +153,7 @@ class BlockPool:
         return found
 
     def retract(self, blocks: Iterable[int]) -> set[int]:
-        """Takes back that these blocks, which are held, can be found, and with them what goes on from them. Returns all
+        """Takes back that these blocks can be found, and with them what goes on from them. Returns all
         of them: nobody may commit a block with one of them as its parent any more.
         """
         gone = {block for block in blocks if self._keys[block] is not None}

@@ -4,7 +4,8 @@ Comes in: a plan, a channel to the front end, `CoreOptions`. Goes out: `Output`,
 Must not know: text, HTTP, how a step is computed.
 
 One thread, one loop: messages in, schedule, compute, sample, messages out. It waits only where it has nothing to do, on
-the channel and on the ranks at once.
+the channel and on the ranks at once. With `overlap`, a step is composed while the ranks compute the one before it, and
+what that one gave is sent while they compute the next: between two steps there is only the sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +26,19 @@ from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.executor import Executor, ParentGone, RankLost
-from llmc.runtime.messages import STEP_TOKENS, Abort, Alive, Fatal, Output, Ready, Shutdown, Stats, Submit, ToCore
+from llmc.runtime.messages import (
+    STEP_TOKENS,
+    Abort,
+    Alive,
+    Fatal,
+    FromCore,
+    Output,
+    Ready,
+    Shutdown,
+    Stats,
+    Submit,
+    ToCore,
+)
 from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
@@ -92,8 +105,12 @@ class Core:
         self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
         self._sampler = RowSampler(self._executor.library, model.vocab_size, profile.max_num_seqs)
         self._draining = self._stopping = False
+        self._later: list[ToCore] = []  # messages that have come, and were not taken yet
+        self._overlap = options.overlap
         self._steps = 0
-        self._step_seconds = self._schedule_seconds = 0.0
+        self._step_seconds = self._schedule_seconds = self._gap_seconds = 0.0
+        self._begun = 0.0  # when the last step was
+        self._computed: float | None = None  # when the last step's logits were there; None after a rest
         self._step_sequences = self._step_tokens_sum = 0
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._stats_time = 0.0
@@ -129,29 +146,47 @@ class Core:
         return 0
 
     def _loop(self, idle: select.poll) -> None:
+        flying: StepBatch[Scheduled] | None = None  # the step that the ranks compute
         while not self._stopping:
             self._receive()
-            began = time.perf_counter()
-            batch = self._scheduler.schedule()
-            self._turn_away()
-            self._schedule_seconds += time.perf_counter() - began
-            if batch is not None:
-                self._step(batch)
+            batch = self._compose()
+            if flying is batch is None:
+                if self._draining:
+                    return
+                self._rest(idle)
                 continue
-            if self._draining:
-                return
-            self._send_stats()
-            if not idle.poll(_BEAT_SECONDS * 1000):
-                self._beat()
-            self._executor.check()
+            messages = self._finish(flying, batch) if flying is not None else []
+            if flying is not None and batch is not None:
+                self._receive_requests()  # who came while the step was computed does not wait for one more
+                self._scheduler.extend(batch)
+            flying = batch if batch is not None and self._begin(batch) else None
+            if flying is not None and not self._overlap:
+                messages, flying = self._finish(flying), None
+            if messages:
+                self._channel.send(*messages)
+
+    def _rest(self, idle: select.poll) -> None:
+        self._computed = None
+        self._send_stats()
+        if not idle.poll(_BEAT_SECONDS * 1000):
+            self._beat()
+        self._executor.check()
 
     def _beat(self) -> None:
         self._channel.send(Alive())
 
     # Messages in
 
+    def _receive_requests(self) -> None:
+        """Takes what has come, up to what must wait until the step that is composed has begun."""
+        self._later += self._channel.receive(0)
+        while self._later and isinstance(message := self._later[0], Submit):
+            self._submit(message)
+            del self._later[0]
+
     def _receive(self) -> None:
-        for message in self._channel.receive(0):
+        messages, self._later = [*self._later, *self._channel.receive(0)], []
+        for message in messages:
             if isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Abort):
@@ -201,20 +236,38 @@ class Core:
 
     # A step
 
-    def _step(self, batch: StepBatch[Scheduled]) -> None:
+    def _compose(self) -> StepBatch[Scheduled] | None:
         began = time.perf_counter()
+        batch = self._scheduler.schedule()
+        self._turn_away()
+        self._schedule_seconds += time.perf_counter() - began
+        return batch
+
+    def _begin(self, batch: StepBatch[Scheduled]) -> bool:
+        """Has the ranks copy and compute; False where nothing is left to compute, as all of it has ended meanwhile."""
+        self._begun = time.perf_counter()
         if batch.copies:
             self._parking.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
-        logits = self._executor.run(batch)
+        if not batch.chunks:
+            return False
+        self._executor.begin(batch)
+        if self._computed is not None:
+            self._gap_seconds += time.perf_counter() - self._computed
+        return True
+
+    def _finish(self, batch: StepBatch[Scheduled], following: StepBatch[Scheduled] | None = None) -> list[FromCore]:
+        """Waits for a step; what there is to say about it. `following` is the next one, if that is composed already."""
+        logits = self._executor.finish()
+        self._computed = time.perf_counter()
         sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
-        gained = self._scheduler.update(batch, [found.token for found in sampled])
+        gained = self._scheduler.update(batch, [found.token for found in sampled], following)
         now = time.perf_counter()
-        self._observe(batch, now - began)
-        messages: list[Output | Stats] = [_output(s, found) for s, found in zip(gained, sampled, strict=True)]
+        self._observe(batch, now - self._begun)
+        pairs = zip(gained, sampled, strict=True)
+        messages: list[FromCore] = [_output(sequence, found) for sequence, found in pairs if sequence is not None]
         if now - self._stats_time >= _STATS_SECONDS:
             messages.append(self._stats(now))
-        if messages:
-            self._channel.send(*messages)
+        return messages
 
     def _observe(self, batch: StepBatch[Scheduled], seconds: float) -> None:
         """Counts a step, and tells who plans by the time that steps take."""
@@ -250,6 +303,7 @@ class Core:
             preemptions=scheduler.preemptions,
             step_seconds=self._step_seconds,
             schedule_seconds=self._schedule_seconds,
+            gap_seconds=self._gap_seconds,
             waiting_by_class=scheduler.waiting_by_class(),
             rejections={str(cause): count for cause, count in scheduler.rejections.items()},
             blocks_cached=self._pool.num_cached,

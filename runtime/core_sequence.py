@@ -15,16 +15,21 @@ from llmc.runtime.messages import Cause, FinishReason, Handling, SamplingParams
 from llmc.runtime.parking import Parked
 from llmc.runtime.step import Chunk
 
+#: Stands where a token is not known yet. No block is ever looked up by it.
+UNKNOWN = -1
+
 
 class Sequence:
-    """A request at work. `tokens` is the prompt and what was generated, without the stop token.
+    """A request at work. `tokens` is the prompt and what was generated, without the stop token. The last `pending` of
+    them are not known yet: steps that will give them are composed or being computed, and UNKNOWN stands in their place.
 
-    The first `computed` tokens are in the KV cache, in `blocks`; the first `committed` of those blocks can be found by
-    others under `root`, unless the request is not `shareable`. The first `borrowed` blocks were others' at admission.
-    `cached_tokens` were found instead of computed, before the first token was generated. `state_slot` is held as long
-    as blocks are. `serial` says which came first; `arrived` and `admitted` are seconds of the scheduler's clock.
-    `set_back` counts how often it gave up its blocks, `parked` says where their content lies meanwhile, if anywhere.
-    `slot` belongs to the sampler. A `cause` says why a sequence that was never admitted has ended.
+    The first `computed` tokens are in the KV cache, in `blocks`, once every step composed so far is done; the first
+    `committed` of those blocks can be found by others under `root`, unless the request is not `shareable`. The first
+    `borrowed` blocks were others' at admission. `cached_tokens` were found instead of computed, before the first token
+    was generated. `state_slot` is held as long as blocks are. `serial` says which came first; `arrived` and `admitted`
+    are seconds of the scheduler's clock. `set_back` counts how often it gave up its blocks, `parked` says where their
+    content lies meanwhile, if anywhere. `slot` belongs to the sampler. A `cause` says why a sequence that was never
+    admitted has ended.
     """
 
     __slots__ = (
@@ -42,6 +47,7 @@ class Sequence:
         "num_prompt",
         "params",
         "parked",
+        "pending",
         "priority",
         "request_id",
         "root",
@@ -79,6 +85,7 @@ class Sequence:
         self.arrived = 0.0
         self.admitted: float | None = None  # first admission
         self.generated = 0  # tokens sampled, a stop token included
+        self.pending = 0
         self.computed = 0
         self.committed = 0
         self.borrowed = 0
@@ -91,6 +98,26 @@ class Sequence:
         self.stop_token: int | None = None
         self.state_slot = -1
         self.slot: object = None
+
+    @property
+    def known(self) -> int:
+        """How many tokens are known."""
+        return len(self.tokens) - self.pending
+
+    def expect(self) -> None:
+        """One more token will come of a step."""
+        self.tokens.append(UNKNOWN)
+        self.pending += 1
+
+    def learn(self, token: int) -> None:
+        """The first of the expected tokens is this one."""
+        self.tokens[self.known] = token
+        self.pending -= 1
+
+    def expect_nothing(self) -> None:
+        """No more tokens will come."""
+        del self.tokens[self.known :]
+        self.pending = 0
 
     @property
     def remaining(self) -> int:

@@ -139,6 +139,7 @@ class Executor:
         self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
         self._watch = watch
         self._on_wait = on_wait
+        self._num_rows = 0  # of the step that was begun last
         self._stopped_since: float | None = None
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
@@ -196,26 +197,38 @@ class Executor:
         return entry.offset, entry.size
 
     def run(self, batch: StepBatch[C]) -> np.ndarray:
-        """Computes a step; returns its logits, f32[S, vocab], a view that the next step overwrites.
+        """Computes a step: `begin` and `finish` in one."""
+        self.begin(batch)
+        return self.finish()
 
-        Raises ValueError for a batch larger than the plan's profile, RankLost when a rank fails, after which the
-        executor is closed.
+    def begin(self, batch: StepBatch[C]) -> None:
+        """Has the ranks compute a step. Nothing but `finish` may follow; the batch is not looked at any more.
+
+        Raises ValueError for a batch larger than the plan's profile.
         """
         counts = self._memory.write(batch)
-        self._tell(STEP + COUNTS.pack(*counts))
-        return self._memory.logits(counts[2])
+        self._num_rows = counts[2]
+        self._send(STEP + COUNTS.pack(*counts))
+
+    def finish(self) -> np.ndarray:
+        """Waits for the step that was begun; its logits, f32[S, vocab], are a view that the next step overwrites.
+
+        Raises RankLost when a rank fails, after which the executor is closed.
+        """
+        self._wait(DONE, self.step_timeout)
+        return self._memory.logits(self._num_rows)
 
     def copy(self, copies: Copies) -> float:
         """Moves blocks and states between pool and host memory; returns the seconds it took. Raises RankLost."""
         began = time.perf_counter()
         for message in copies.encode(MAX_DATAGRAM - len(COPY)):
-            self._tell(COPY + message)
+            self._send(COPY + message)
+            self._wait(DONE, self.step_timeout)
         return time.perf_counter() - began
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for rank in self._ranks.values():
             rank.send(message)
-        self._wait(DONE, self.step_timeout)
 
     def launch_seconds(self) -> list[np.ndarray]:
         """f64[launches] of each rank: how long each launch of the last step took, until all threads had done with it.

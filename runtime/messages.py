@@ -131,7 +131,8 @@ STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Sent at most every 0.1 s while working and once when idle. Counters count from the start of the core.
 
-    `schedule_seconds` is what composing the steps took, beside `step_seconds`. `rejections` are counted by `Cause`.
+    `schedule_seconds` is what composing the steps took, `gap_seconds` how long the ranks had nothing to compute between
+    two steps. `rejections` are counted by `Cause`.
     `preemptions_copied` of the preempted have their blocks copied to host memory, where `host_blocks_used` are taken.
     `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
     sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. `step_sequences` sums the
@@ -150,6 +151,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     step_seconds: float
     schedule_seconds: float = 0.0
+    gap_seconds: float = 0.0
     waiting_by_class: dict[str, int] = {}
     rejections: dict[str, int] = {}
     blocks_cached: int = 0

@@ -34,11 +34,12 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     sections whoever starts the core has just checked: the core then does not hash them again. `front_stop_timeout` is
     how many seconds the process that started the core may be stopped (SIGSTOP) before the core kills it (None: never).
 
-    `max_num_queued_reqs` bounds the sequences that wait for their first admission, `queue_timeout` the seconds for
-    which they do; None: no bound. `itl_budget_ms` is how long a step may last in which anybody decodes: prompts are
-    then cut to what the measured speed allows. `max_long_prefills` bounds the prompts of many steps that a class has at
-    work at once. `kv_host_bytes`, over all ranks, is memory beside the pool in which preempted sequences may keep their
-    blocks. `priority_weights` are the classes that a request may name, with their shares of the engine's tokens.
+    With `overlap` a step is composed while the one before it is computed. `max_num_queued_reqs` bounds the sequences
+    that wait for their first admission, `queue_timeout` the seconds for which they do; None: no bound. `itl_budget_ms`
+    is how long a step may last in which anybody decodes: prompts are then cut to what the measured speed allows.
+    `max_long_prefills` bounds the prompts of many steps that a class has at work at once. `kv_host_bytes`, over all
+    ranks, is memory beside the pool in which preempted sequences may keep their blocks. `priority_weights` are the
+    classes that a request may name, with their shares of the engine's tokens.
     """
 
     kv_bytes: int | None = None
@@ -47,6 +48,7 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     max_num_batched_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
+    overlap: bool = True
     step_timeout: float = 60.0
     verified: str | None = None
     front_stop_timeout: float | None = None

@@ -62,7 +62,7 @@ def _row(sequence: Sequence) -> SamplingRow:
         sequence.seed,
         sequence.generated,
         fixed.prompt,
-        sequence.tokens[sequence.num_prompt :] if fixed.penalised else _NONE,
+        sequence.tokens[sequence.num_prompt : sequence.num_prompt + sequence.generated] if fixed.penalised else _NONE,
         fixed.bias_ids,
         fixed.bias,
         fixed.stops if sequence.generated < p.min_tokens else _NONE,

@@ -87,6 +87,7 @@ class Scheduler:
         self._passed = 0  # tokens of those who were admitted before it since
         self._by_id: dict[str, Sequence] = {}
         self._serial = 0
+        self._room = 0  # tokens that the step composed last could still take
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
@@ -138,21 +139,19 @@ class Scheduler:
         has its `cause`. Whoever was at work already stays. To be called after `schedule`, which has admitted all it
         could.
         """
-        now, patience = self._clock(), self._patience
-        oldest = [s for name in self.policy.weights if (s := self._waiting.oldest(name)) is not None]
-        if not patience.excess(len(self._waiting)) and not any(patience.is_over(s.arrived, now) for s in oldest):
+        now = self._clock()
+        oldest = [s.arrived for name in self.policy.weights if (s := self._waiting.oldest(name)) is not None]
+        if not self._patience.is_tried(len(self._waiting), oldest, now):
             return []
         new = sorted((s for s in self._waiting if s.admitted is None), key=lambda s: s.serial)
-        late = [s for s in new if patience.is_over(s.arrived, now)]
-        kept = new[len(late) :]  # those who came later
-        many = kept[len(kept) - patience.excess(len(kept)) :]
-        causes: tuple[tuple[Cause, list[Sequence]], ...] = (("queue_timeout", late), ("queue_full", many))
-        for cause, turned in causes:
-            for sequence in turned:
-                sequence.cause = cause
-                self.rejections[cause] += 1
-                self._finish(sequence, "error")
-        return [*late, *many]
+        late, many = self._patience.split([s.arrived for s in new], now)
+        causes: list[Cause] = ["queue_timeout"] * late + ["queue_full"] * many
+        turned = new[:late] + new[len(new) - many :]
+        for sequence, cause in zip(turned, causes, strict=True):
+            sequence.cause = cause
+            self.rejections[cause] += 1
+            self._finish(sequence, "error")
+        return turned
 
     def retry_after(self) -> int:
         """Whole seconds after which one that is turned away now should come again."""
@@ -161,17 +160,46 @@ class Scheduler:
     # A step
 
     def schedule(self) -> StepBatch[Scheduled] | None:
-        """The next step; None when there is nothing to do. `update` must follow before the next call."""
+        """The next step, or None when there is nothing to do. From now on the books say that it was computed, and that
+        whoever's last token is in it goes on; `update` takes the tokens, and must follow before the second next call.
+        """
         chunks: list[Scheduled] = []
         preempted = self._schedule_decodes(chunks)
-        most = self.max_num_batched_tokens
+        self._room = self.max_num_batched_tokens
         if chunks and self._pace is not None:
-            most = min(max(self._pace.tokens(), len(chunks) + LEAST_CHUNK), most)
-        # After a preemption nobody is admitted: it would only take the blocks that were given up.
-        for sequence, tokens in self._share_out(most - len(chunks), admit=not preempted).items():
-            self._append(chunks, sequence, tokens)
-        assert chunks or not self._by_id, "sequences are left, but none of them can run"
+            self._room = min(max(self._pace.tokens(), len(chunks) + LEAST_CHUNK), self._room)
+        self._room -= len(chunks)
+        self._schedule_prompts(chunks, admit=not preempted)
+        if preempted:
+            self._room = 0  # whoever is admitted now would only take the blocks that were given up
+        stuck = not chunks and self._by_id and not any(sequence.pending for sequence in self._running)
+        assert not stuck, "sequences are left, but none of them can run"
+        for chunk in chunks:
+            self._count_as_done(chunk)
         return StepBatch(chunks, self._parking.take_copies()) if chunks else None
+
+    def extend(self, batch: StepBatch[Scheduled]) -> None:
+        """Takes more of those who wait into the step composed last, which has not begun, if it has room for them."""
+        # With room left, every prompt at work is in it to its end.
+        more: list[Scheduled] = []
+        if self._room and len(self._waiting):
+            self._schedule_prompts(more, admit=True)
+        for chunk in more:
+            self._count_as_done(chunk)
+        batch.chunks += more
+        batch.copies.extend(self._parking.take_copies())
+
+    def _schedule_prompts(self, chunks: list[Scheduled], *, admit: bool) -> None:
+        """Appends what prompts get of the step's room."""
+        for sequence, tokens in self._share_out(self._room, admit=admit).items():
+            self._append(chunks, sequence, tokens)
+            self._room -= tokens
+
+    def _count_as_done(self, chunk: Scheduled) -> None:
+        chunk.sequence.computed += len(chunk.tokens)
+        self._sharing.commit(chunk.sequence)
+        if chunk.rows:
+            chunk.sequence.expect()
 
     def _schedule_decodes(self, chunks: list[Scheduled]) -> bool:
         """Appends a token of each decoding sequence; True if one had to be preempted for want of blocks."""
@@ -181,7 +209,8 @@ class Scheduler:
         running.sort(key=lambda s: (s.serial != eldest, *self.policy.standing(s)))
         while index < len(running):
             sequence = running[index]
-            if sequence.remaining == 1:
+            # With its limit of tokens, if one is not known yet, it only waits for that to end.
+            if sequence.remaining == 1 and len(sequence.tokens) < sequence.limit:
                 # Whoever gives way is last, so nobody who was appended already.
                 while running[-1] is not sequence and not self._has_room(sequence):
                     self._preempt(running.pop())
@@ -252,7 +281,8 @@ class Scheduler:
         start = sequence.computed
         stop = start + tokens
         rows, slot = int(stop == len(sequence.tokens)), sequence.state_slot
-        chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks, rows, slot, sequence))
+        # A copy of the table: the sequence may lose its blocks before the step is done.
+        chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks[:], rows, slot, sequence))
 
     # Admission
 
@@ -296,10 +326,9 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, prefix: int, available: int) -> bool:
         """Whether `available` blocks will do until the first of those at work end, this one among them."""
-        size = self.pool.block_size
         work = [self._growth(s, s.borrowed) for s in self._running]
         own = sum(len(s.blocks) - s.borrowed for s in self._running)
-        peak = peak_blocks([*work, self._growth(sequence, prefix)], size)
+        peak = peak_blocks([*work, self._growth(sequence, prefix)], self.pool.block_size)
         fresh = self.pool.blocks_for(len(sequence.tokens)) - prefix
         return max(peak - own, fresh) + self._watermark <= available
 
@@ -317,24 +346,30 @@ class Scheduler:
 
     # After a step
 
-    def update(self, batch: StepBatch[Scheduled], tokens: Seq[int]) -> list[Sequence]:
+    def update(
+        self, batch: StepBatch[Scheduled], tokens: Seq[int], following: StepBatch[Scheduled] | None = None
+    ) -> list[Sequence | None]:
         """Takes what the step produced: a token per row, -1 where none could be chosen, which ends that sequence.
 
-        Returns the sequences of the rows, in order. One that has ended has its `finish_reason`; one that goes on has
-        gained its token.
+        Returns the sequences of the rows, in order, None for one that had ended before. One that has ended now has its
+        `finish_reason`; one that goes on has gained its token. The step `following`, if it is composed already, learns
+        the tokens that it starts from, and loses the chunks of those that have ended.
         """
-        gained: list[Sequence] = []
-        for chunk in batch.chunks:
+        gained: list[Sequence | None] = []
+        ahead = {chunk.sequence: chunk for chunk in following.chunks} if following is not None else {}
+        for chunk, token in zip((chunk for chunk in batch.chunks if chunk.rows), tokens, strict=True):
             sequence = chunk.sequence
-            sequence.computed += len(chunk.tokens)
-            token = tokens[len(gained)] if chunk.rows else None
             if token == -1:
                 self._sharing.retract(chunk, self._running)
-            else:
-                self._sharing.commit(sequence)
-            if token is not None:
-                gained.append(sequence)
-                self._take(sequence, token)
+            if sequence.finish_reason is not None:
+                gained.append(None)
+                continue
+            gained.append(sequence)
+            self._take(sequence, token)
+            if sequence in ahead and sequence.finish_reason is None:
+                ahead[sequence].tokens[-1] = token
+        if following is not None:
+            following.chunks = [chunk for chunk in following.chunks if chunk.sequence.finish_reason is None]
         return gained
 
     def _take(self, sequence: Sequence, token: int) -> None:
@@ -347,9 +382,11 @@ class Scheduler:
             sequence.stop_token = token
             self._finish(sequence, "stop")
             return
-        sequence.tokens.append(token)
-        if len(sequence.tokens) >= sequence.limit:
+        sequence.learn(token)
+        if sequence.known >= sequence.limit:
             self._finish(sequence, "length")
+        else:
+            self._sharing.commit(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         del self._by_id[sequence.request_id]
@@ -364,6 +401,7 @@ class Scheduler:
             if sequence.parked is not None:
                 self._parking.drop(sequence.parked)
                 sequence.parked = None
+        sequence.expect_nothing()
         if reason in _ENDED_WELL:
             self._answers.ended(sequence.generated)
         sequence.finish_reason = reason
@@ -374,17 +412,3 @@ class Scheduler:
         sequence.state_slot = -1
         sequence.blocks = array("i")
         sequence.computed = sequence.committed = sequence.borrowed = 0
-
-    def check(self) -> None:
-        """Raises AssertionError unless every block and every sequence is accounted for."""
-        self.pool.check(sequence.blocks for sequence in self._running)
-        self._slots.check(sequence.state_slot for sequence in self._running)
-        self._parking.check(s.parked for s in self._waiting if s.parked is not None)
-        assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in self._waiting)
-        assert {*self._running, *self._waiting} == set(self._by_id.values())
-        assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence is in two places"
-        assert self._refused is None or self._refused in [*self._waiting]
-        assert len(self._running) <= self._seats
-        for sequence in self._running:
-            assert len(sequence.blocks) * self.pool.block_size >= sequence.computed
-            assert sequence.borrowed <= sequence.committed <= len(sequence.blocks)

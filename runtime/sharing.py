@@ -59,7 +59,9 @@ class Sharing:
             self.pool.counters.hits += found
 
     def promise(self, sequence: Sequence, computed: int) -> None:
-        """Offers the blocks that the step being composed will fill, as far as nobody else has them already."""
+        """Offers the blocks that the step being composed will fill, as far as nobody else has them already. All their
+        tokens are known.
+        """
         size = self.pool.block_size
         while sequence.shareable and (sequence.committed + 1) * size <= computed:
             key = self._key(sequence, sequence.committed)
@@ -69,8 +71,11 @@ class Sharing:
             sequence.committed += 1
 
     def commit(self, sequence: Sequence) -> None:
-        """After a step: offers the blocks that are full, or takes over those that others have filled alike."""
-        while sequence.shareable and (sequence.committed + 1) * self.pool.block_size <= sequence.computed:
+        """Once a step is composed: offers the blocks that it fills, or takes over those that others fill alike. One of
+        which a token is not known yet has to wait for it.
+        """
+        full = min(sequence.computed, sequence.known)
+        while sequence.shareable and (sequence.committed + 1) * self.pool.block_size <= full:
             i = sequence.committed
             sequence.blocks[i] = self.pool.commit(*self._key(sequence, i), sequence.blocks[i])
             sequence.committed += 1
@@ -78,10 +83,11 @@ class Sharing:
     def retract(self, chunk: Scheduled, holders: Iterable[Sequence]) -> None:
         """After a step in which a chunk gave no token: what it wrote may be broken, and is not offered any more.
 
-        Whoever of the `holders` has such a block already goes on with it, alone.
+        Whoever of the `holders` has such a block already goes on with it, alone. A block that has changed hands since
+        is taken back too: it costs its new holder no more than that.
         """
-        first = chunk.start // self.pool.block_size
-        gone = self.pool.retract(chunk.blocks[first : chunk.sequence.committed])
+        size = self.pool.block_size
+        gone = self.pool.retract(chunk.blocks[chunk.start // size : (chunk.start + len(chunk.tokens)) // size])
         for sequence in holders:
             if not gone.isdisjoint(sequence.blocks):
                 sequence.shareable = False

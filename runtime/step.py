@@ -6,7 +6,7 @@ Comes in: nothing. Goes out: `Chunk`, `Copies`, `StepBatch`. Must not know: sequ
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -43,14 +43,21 @@ class Copies:
         """Blocks that move."""
         return len(self.blocks_out) + len(self.blocks_in)
 
+    def extend(self, later: Copies) -> None:
+        """Adds what is to be copied after all this."""
+        for mine, more in zip(self._kinds(), later._kinds(), strict=True):
+            mine += more
+
+    def _kinds(self) -> tuple[list[tuple[int, int]], ...]:
+        return self.blocks_out, self.states_out, self.blocks_in, self.states_in
+
     def __bool__(self) -> bool:
         return bool(self.blocks_out or self.states_out or self.blocks_in or self.states_in)
 
     def encode(self, most: int) -> Iterator[bytes]:
         """As messages of at most `most` bytes, to be carried out in order: i32 counts of each kind, then the pairs."""
         room = most // 8 - 2
-        kinds = (self.blocks_out, self.states_out, self.blocks_in, self.states_in)
-        for kind, pairs in enumerate(kinds):
+        for kind, pairs in enumerate(self._kinds()):
             for start in range(0, len(pairs), room):
                 piece = pairs[start : start + room]
                 counts = [0, 0, 0, 0]
@@ -76,7 +83,7 @@ C = TypeVar("C", bound=Chunk)
 class StepBatch(Generic[C]):
     """A step's chunks; rows of logits come in their order. `copies` are made before it."""
 
-    chunks: Sequence[C]
+    chunks: list[C]
     copies: Copies = field(default_factory=Copies)
 
     @property

@@ -82,6 +82,7 @@ COUNTERS = {
     "engine_steps": ("steps", "Steps of the engine."),
     "engine_step_seconds": ("step_seconds", "Seconds spent in steps."),
     "engine_schedule_seconds": ("schedule_seconds", "Seconds spent composing steps."),
+    "engine_gap_seconds": ("gap_seconds", "Seconds between two steps in which the ranks waited for the core."),
     "engine_step_tokens": ("step_tokens_sum", "Tokens of all steps; over steps and max_num_batched_tokens: how full."),
     "engine_step_sequences": ("step_sequences", "Sequences of all steps; over steps and max_num_seqs: how full."),
 }

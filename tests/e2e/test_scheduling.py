@@ -30,6 +30,7 @@ STEM = [5 + i * 13 % 250 for i in range(80)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "roomy": {"num_blocks": 200},
     "tight": {"num_blocks": 16, "max_num_batched_tokens": 40},
+    "plain": {"num_blocks": 16, "max_num_batched_tokens": 40, "overlap": False},
     "copying": {"num_blocks": 16, "max_num_batched_tokens": 40, "kv_host_bytes": 2**22},
     "uncached": {"num_blocks": 16, "prefix_cache": False, "itl_budget_ms": 0.5},
 }
@@ -56,8 +57,8 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def alone(plan: Path) -> Iterator[Client]:
-    """One request at a time, and nothing reused."""
-    with Client(plan, max_num_seqs=1, num_blocks=16, prefix_cache=False) as client:
+    """One request at a time, nothing reused, no step composed before the one before it is done."""
+    with Client(plan, max_num_seqs=1, num_blocks=16, prefix_cache=False, overlap=False) as client:
         yield client
 
 

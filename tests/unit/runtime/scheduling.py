@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,21 @@ class FakeEngine:
         return found
 
 
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError unless every block and every sequence is accounted for."""
+    scheduler.pool.check(sequence.blocks for sequence in scheduler._running)
+    scheduler._slots.check(sequence.state_slot for sequence in scheduler._running)
+    scheduler._parking.check(s.parked for s in scheduler._waiting if s.parked is not None)
+    assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in scheduler._waiting)
+    assert {*scheduler._running, *scheduler._waiting} == set(scheduler._by_id.values())
+    assert len(scheduler._running) + len(scheduler._waiting) == len(scheduler._by_id), "a sequence is in two places"
+    assert scheduler._refused is None or scheduler._refused in [*scheduler._waiting]
+    assert len(scheduler._running) <= scheduler._seats
+    for sequence in scheduler._running:
+        assert len(sequence.blocks) * scheduler.pool.block_size >= sequence.computed
+        assert sequence.borrowed <= sequence.committed <= len(sequence.blocks)
+
+
 @dataclass
 class Run:
     """A scheduler, the fake engine, and what came of it."""
@@ -105,14 +121,38 @@ class Run:
     most_seqs: int
     ended: dict[str, Sequence] = field(default_factory=dict)
     steps: int = 0
+    overlap: bool = False
+    flying: tuple[StepBatch[Scheduled], list[int]] | None = None
 
-    def step(self) -> bool:
+    def step(self, late: Iterable[Sequence] = ()) -> bool:
+        """Composes a step and computes it; with `overlap`, its tokens come only when the next one is composed. Who is
+        `late` comes after that.
+        """
         batch = self.scheduler.schedule()
-        self.scheduler.check()
-        if batch is None:
-            return False
+        check(self.scheduler)
+        before, self.flying = self.flying, None
+        if before is not None:
+            self.update(*before, batch)
+        for sequence in late:
+            self.scheduler.add(sequence)
+        if before is not None and batch is not None:
+            self.scheduler.extend(batch)
+            check(self.scheduler)
+        if batch is not None:
+            self.flying = batch, self.compute(batch)
+            if not self.overlap:
+                self.update(*self.flying)
+                self.flying = None
+            self.steps += 1
+        return batch is not None or before is not None
+
+    def compute(self, batch: StepBatch[Scheduled]) -> list[int]:
+        if not batch.chunks:
+            self.engine.copy(batch.copies)
+            return []
         assert 1 <= batch.num_tokens <= self.most_tokens
         assert len(batch.chunks) <= self.most_seqs
+        assert all(token >= 0 for c in batch.chunks for token in c.tokens), "a token is not known"
         assert len({id(c.sequence) for c in batch.chunks}) == len(batch.chunks)
         assert len({c.state_slot for c in batch.chunks}) == len(batch.chunks), "two sequences share a state slot"
         assert all(0 <= c.state_slot < self.most_seqs for c in batch.chunks)
@@ -125,13 +165,16 @@ class Run:
             for other in batch.chunks:
                 if one.sequence.root != other.sequence.root or not one.sequence.shareable:
                     assert one is other or not {*one.blocks} & {*other.blocks}, "a block went to another tenant"
-        gained = self.scheduler.update(batch, tokens)
-        self.scheduler.check()
+        return tokens
+
+    def update(
+        self, batch: StepBatch[Scheduled], tokens: list[int], following: StepBatch[Scheduled] | None = None
+    ) -> None:
+        gained = self.scheduler.update(batch, tokens, following)
+        check(self.scheduler)
         for sequence in gained:
-            if sequence.finish_reason:
+            if sequence is not None and sequence.finish_reason:
                 self.end(sequence)
-        self.steps += 1
-        return True
 
     def end(self, sequence: Sequence) -> None:
         assert sequence.request_id not in self.ended, "ended twice"
@@ -150,12 +193,13 @@ def make(
     tokens: int = 16,
     length: int = 64,
     caching: bool = True,
+    overlap: bool = False,
     **options: Any,
 ) -> Run:
     pool = BlockPool(blocks, size, caching)
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_seq_len": length}
     scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, **options)
-    return Run(scheduler, FakeEngine(size), tokens, seqs)
+    return Run(scheduler, FakeEngine(size), tokens, seqs, overlap=overlap)
 
 
 def sequence(name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> Sequence:  # noqa: B008

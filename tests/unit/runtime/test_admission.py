@@ -41,12 +41,13 @@ def test_without_answers_seen_no_growth_is_expected() -> None:
 
 def test_the_bounds_of_the_queue() -> None:
     patience = Patience(3, 2.0)
-    assert [patience.excess(n) for n in (0, 3, 5)] == [0, 0, 2]
-    assert not patience.is_over(10.0, 12.0)
-    assert patience.is_over(10.0, 12.1)
+    assert [patience.is_tried(n, [], 0.0) for n in (0, 3, 4)] == [False, False, True]
+    assert [patience.is_tried(1, [10.0], now) for now in (12.0, 12.1)] == [False, True]
+    assert patience.split([9.0, 10.0, 11.0, 11.0, 11.0, 11.0], 12.1) == (2, 1)
+    assert patience.split([11.0] * 3, 12.1) == (0, 0)
     endless = Patience(None, None)
-    assert endless.excess(10**6) == 0
-    assert not endless.is_over(0.0, 1e9)
+    assert not endless.is_tried(10**6, [0.0], 1e9)
+    assert endless.split([0.0] * 9, 1e9) == (0, 0)
 
 
 def test_a_client_is_told_when_its_turn_will_probably_come() -> None:

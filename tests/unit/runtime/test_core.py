@@ -62,9 +62,11 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
         {"max_num_batched_tokens": 1},
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_answer_is_what_the_model_gives_alone(plan: Path, plan_tp2: Path, options: dict, ranks: int) -> None:
-    with Client(plan if ranks == 1 else plan_tp2, **options) as client:
+@pytest.mark.parametrize(("ranks", "overlap"), [(1, True), (2, True), (1, False)])
+def test_every_answer_is_what_the_model_gives_alone(
+    plan: Path, plan_tp2: Path, options: dict, ranks: int, overlap: bool
+) -> None:
+    with Client(plan if ranks == 1 else plan_tp2, **options, overlap=overlap) as client:
         cases = prompts(24)
         for i, prompt in enumerate(cases):
             client.submit(str(i), prompt, max_tokens=30, ignore_eos=True)
@@ -187,8 +189,9 @@ def test_seeded_answers_depend_on_nothing_else(plan: Path) -> None:
         assert client.tokens["no seed"] != client.tokens["no seed again"]
 
 
-def test_nan_ends_that_request_only(plan_tp2: Path) -> None:
-    with Client(plan_tp2) as client:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nan_ends_that_request_only(plan_tp2: Path, overlap: bool) -> None:
+    with Client(plan_tp2, overlap=overlap) as client:
         client.submit("broken", [1, NAN_TOKEN, 2], max_tokens=5)
         client.submit("sound", [1, 2], max_tokens=5, ignore_eos=True)
         client.wait_all()

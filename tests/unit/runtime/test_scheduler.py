@@ -13,7 +13,7 @@ from llmc.runtime.admission import Patience
 from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.pacing import Pace
 from llmc.runtime.parking import Parking
-from tests.unit.runtime.scheduling import alone, answer, make, sequence
+from tests.unit.runtime.scheduling import alone, answer, check, make, sequence
 
 
 def test_a_step_mixes_decodes_first_with_a_chunk_of_a_prompt() -> None:
@@ -123,7 +123,7 @@ def test_a_row_without_a_token_ends_its_sequence_only() -> None:
     tokens = run.engine.run(batch)
     gained = run.scheduler.update(batch, [-1, tokens[1]])
     assert [s.finish_reason for s in gained] == ["error", None]
-    run.scheduler.check()
+    check(run.scheduler)
     assert run.scheduler.pool.match(array("i", [1] * 4), 1) == []  # what may be broken is not given to others
     assert len(run.scheduler.pool.match(array("i", [2] * 4), 1)) == 1
     run.finish()
@@ -246,7 +246,7 @@ def test_sequences_of_one_step_share_their_prefix() -> None:
     assert batch is not None
     assert [(c.start, len(c.tokens)) for c in batch.chunks] == [(0, 10), (8, 2), (8, 2)]
     run.scheduler.update(batch, run.engine.run(batch))
-    run.scheduler.check()
+    check(run.scheduler)
     run.finish()
     for name in "abc":
         expected = alone([*prompt, ord(name) % 9], SamplingParams(max_tokens=3, ignore_eos=True), 64)[0]
@@ -263,7 +263,7 @@ def test_prompts_at_work_take_over_what_others_have_computed_since() -> None:
         computed += batch.num_tokens
         for sequence_ in run.scheduler.update(batch, run.engine.run(batch)):
             run.end(sequence_)
-        run.scheduler.check()
+        check(run.scheduler)
     assert computed == 64 + 30 + 30
     assert run.ended["a"].cached_tokens + run.ended["b"].cached_tokens == 64
 
@@ -303,7 +303,7 @@ def test_a_step_that_gave_no_token_takes_back_what_it_promised() -> None:
     assert batch is not None
     tokens = run.engine.run(batch)
     gained = run.scheduler.update(batch, [-1, tokens[1]])
-    run.scheduler.check()
+    check(run.scheduler)
     assert [s.finish_reason for s in gained] == ["error", None]
     assert run.scheduler.pool.match(array("i", range(9)), 9) == []
     run.finish()

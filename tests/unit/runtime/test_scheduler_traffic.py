@@ -156,23 +156,28 @@ def traffic(
     return requests, sizes, aborts
 
 
-@given(traffic(), st.booleans(), st.sampled_from([0, 3, 40]))
-@settings(max_examples=300, deadline=None)
-def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int) -> None:
+@given(traffic(), st.booleans(), st.sampled_from([0, 3, 40]), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int, overlap: bool) -> None:
     requests, sizes, aborts = case
     parking = Parking(host, host, sizes["size"], needs_state=not caching)
-    run = make(**sizes, caching=caching, parking=parking)
+    run = make(**sizes, caching=caching, parking=parking, overlap=overlap)
     aborted = set()
     for now in range(41):
-        for i, (arrival, prompt, params, handling) in enumerate(requests):
-            if arrival == now:
-                run.scheduler.add(Sequence(str(i), prompt, params, (EOS,), 0, handling))
+        come = [
+            Sequence(str(i), prompt, params, (EOS,), 0, handling)
+            for i, (arrival, prompt, params, handling) in enumerate(requests)
+            if arrival == now
+        ]
+        early, late = come[::2], come[1::2]
+        for one in early:
+            run.scheduler.add(one)
         for when, which in aborts:
             found = run.scheduler.abort(str(which)) if when == now else None
             if found is not None:
                 aborted.add(str(which))
                 run.end(found)
-        run.step()
+        run.step(late)
     # A step computes a token of the oldest sequence at least, and the oldest is never set back: no one can starve.
     bound = run.steps + sum(len(prompt) + sizes["length"] for _, prompt, _, _ in requests)
     run.finish(bound)
