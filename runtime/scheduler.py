@@ -145,9 +145,9 @@ class Scheduler:
             return []
         new = sorted((s for s in self._waiting if s.admitted is None), key=lambda s: s.serial)
         late, many = self._patience.split([s.arrived for s in new], now)
-        causes: list[Cause] = ["queue_timeout"] * late + ["queue_full"] * many
         turned = new[:late] + new[len(new) - many :]
-        for sequence, cause in zip(turned, causes, strict=True):
+        for place, sequence in enumerate(turned):
+            cause: Cause = "queue_timeout" if place < late else "queue_full"
             sequence.cause = cause
             self.rejections[cause] += 1
             self._finish(sequence, "error")
