@@ -3,6 +3,7 @@
 //
 //   Format::decode<J>(row)             the J-th vector of a panel's row k, J < kVecs, for Fp8 times 2^-120
 //   Format::put<J>(v, to, stride)      that vector's lanes to their outputs: n goes to to[n / kPiece * stride + n % kPiece]
+//   Format::take<J>(from, stride)      the vector that `put` has put there
 //   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
 //   Format::Weight                     what a linear is given: a pointer, or with scales of groups more (int4.h)
 //   Format::kRow                       elements T from one row of a panel to the next
@@ -65,6 +66,10 @@ struct InOrder {
   static void put(Vec v, float* to, int stride) {
     vstore(to + J / 2 * stride + J % 2 * kWidth, v);
   }
+  template <int J>
+  static Vec take(const float* from, int stride) {
+    return vload(from + J / 2 * stride + J % 2 * kWidth);
+  }
 };
 
 struct Fp32 : InOrder, Single<float> {
@@ -110,6 +115,11 @@ struct Fp8 : Single<uint8_t> {
     _mm256_storeu_ps(to + 8 * J, _mm512_castps512_ps256(v));
     _mm256_storeu_ps(to + stride + 8 * J, _mm512_extractf32x8_ps(v, 1));
   }
+  template <int J>
+  static Vec take(const float* from, int stride) {
+    const Vec low = _mm512_castps256_ps512(_mm256_loadu_ps(from + 8 * J));
+    return _mm512_insertf32x8(low, _mm256_loadu_ps(from + stride + 8 * J), 1);
+  }
 #else
   static constexpr int in_part(int parts, int j) { return InOrder::in_part(parts, j); }
   template <int J>
@@ -123,6 +133,10 @@ struct Fp8 : Single<uint8_t> {
   template <int J>
   static void put(Vec v, float* to, int stride) {
     InOrder::put<J>(v, to, stride);
+  }
+  template <int J>
+  static Vec take(const float* from, int stride) {
+    return InOrder::take<J>(from, stride);
   }
 #endif
 };

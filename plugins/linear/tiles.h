@@ -4,6 +4,7 @@
 //
 // x of a tile of R rows is interleaved: x[k * R + r].
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "plugins/linear/formats.h"
@@ -13,10 +14,11 @@ namespace llmc::lin {
 
 // Rows of the largest tile, on unpacked weights and on packed ones, which need registers to decode in.
 constexpr int kMaxTile = LLMC_WIDE ? 12 : 6;
-constexpr int kMaxPackedTile = LLMC_WIDE ? 12 : 4;
+constexpr int kMaxPackedTile = LLMC_WIDE ? 12 : 5;
 // k that are unpacked at once, and the width of the pieces: a piece [kBlock][kPiece] stays in the L1 cache. Tactics, which
 // targets describe, come as macros (profiles/tactics.py).
 constexpr int kBlock = LLMC_BLOCK;
+constexpr int kPackedBlock = 64;
 constexpr int kAhead = LLMC_PREFETCH_BYTES;  // prefetches across the end of a page, where hardware stops
 
 // In how many parts a tile of R rows takes a panel, so that accumulators stay in registers (32 wide, 16 narrow).
@@ -28,10 +30,27 @@ template <class F>
   for (int line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + line);
 }
 
+// fn(0), .., fn(N - 1), each number a constant: so that the compiler takes arrays of vectors apart into registers.
+template <class Fn, size_t... I>
+[[gnu::always_inline]] inline void unrolled(const Fn& fn, std::index_sequence<I...>) {
+  (fn(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Fn>
+[[gnu::always_inline]] inline void unrolled(const Fn& fn) {
+  unrolled(fn, std::make_index_sequence<N>());
+}
+
 // The vectors of a tile that one part of a panel takes: sums of them are kept in registers.
 template <class F, int R, int Parts, int Part, size_t... J>
 struct PartSums {
-  Vec sum[kVecs][R];
+  Vec sum[kVecs / Parts][R];
+
+  // Which of `sum` belongs to vector j.
+  static constexpr int at(int j) {
+    int before = 0;
+    for (int i = 0; i < j; ++i) before += F::in_part(Parts, i) == Part;
+    return before;
+  }
 
   // Calls fn(index) for the vectors of this part.
   template <class Fn>
@@ -44,7 +63,7 @@ struct PartSums {
 
   [[gnu::always_inline]] void clear() {
     each([&](auto index) {
-      for (int r = 0; r < R; ++r) sum[index][r] = vzero();
+      unrolled<R>([&](auto r) { sum[at(index)][r] = vzero(); });
     });
   }
 
@@ -55,59 +74,84 @@ struct PartSums {
       each([&](auto index) {
         constexpr int j = decltype(index)::value;
         const Vec value = F::template decode<j>(w);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sum[j][r] = F::Sums::add(value, vsplat(x + r), sum[j][r]);
+        unrolled<R>([&](auto r) { sum[at(j)][r] = F::Sums::add(value, vsplat(x + r), sum[at(j)][r]); });
       });
     }
   }
 };
 
+// acc[R][64] += x * one part of a panel, `count` of k; from zero where `first`.
 template <class F, int R, int Parts, int Part, size_t... J>
-__attribute__((noinline)) void packed_part(typename F::Weight w, int k_count, const float* x, float* acc,
+__attribute__((noinline)) void packed_part(const typename F::T* w, int count, const float* x, float* acc, bool first,
                                            std::index_sequence<J...>) {
   PartSums<F, R, Parts, Part, J...> part;
-  if constexpr (!F::kGrouped) {
+  if (first) {
     part.clear();
-    part.add(w, k_count, x);
-    part.each([&](auto index) {
-      for (int r = 0; r < R; ++r) F::template put<decltype(index)::value>(part.sum[index][r], acc + r * kPanel, kPiece);
-    });
   } else {
-    for (int k = 0, count; k < k_count; k += count) {
-      count = group_size(k, k_count, w.start);
-      part.clear();
-      part.add(w.bytes, count, x);
-      part.add(w.zero, 1, x + count * R);
-      part.each([&](auto index) {
-        constexpr int j = decltype(index)::value;
-        const Vec scale = F::template scale<j>(w.scale);
-        for (int r = 0; r < R; ++r) {
-          float* to = acc + r * kPanel + j * kWidth;
-          vstore(to, vfma(part.sum[j][r], scale, k ? vload(to) : vzero()));
-        }
-      });
-      w = {w.bytes + count * F::kRow, w.scale + kPanel, w.zero + F::kRow, w.start};
-      x += (count + 1) * R;
-    }
+    part.each([&](auto index) {
+      constexpr int j = decltype(index)::value;
+      unrolled<R>([&](auto r) { part.sum[part.at(j)][r] = F::template take<j>(acc + r * kPanel, kPiece); });
+    });
+  }
+  part.add(w, count, x);
+  part.each([&](auto index) {
+    constexpr int j = decltype(index)::value;
+    unrolled<R>([&](auto r) { F::template put<j>(part.sum[part.at(j)][r], acc + r * kPanel, kPiece); });
+  });
+}
+
+// The same for a group with its scale: += scale * (x * part), where x ends in minus its sum and the zero points are a row.
+template <class F, int R, int Parts, int Part, size_t... J>
+__attribute__((noinline)) void packed_group(const typename F::Weight& w, int count, const float* x, float* acc,
+                                            bool first, std::index_sequence<J...>) {
+  PartSums<F, R, Parts, Part, J...> part;
+  part.clear();
+  part.add(w.bytes, count, x);
+  part.add(w.zero, 1, x + count * R);
+  part.each([&](auto index) {
+    constexpr int j = decltype(index)::value;
+    const Vec scale = F::template scale<j>(w.scale);
+    unrolled<R>([&](auto r) {
+      float* to = acc + r * kPanel + j * kWidth;
+      vstore(to, vfma(part.sum[part.at(j)][r], scale, first ? vzero() : vload(to)));
+    });
+  });
+}
+
+// Calls f.template operator()<Parts, Part>() for the parts that make up `half` 0 or 1 of a panel, or all of it (-1).
+template <int R, class Fn>
+[[gnu::always_inline]] inline void each_part(int half, const Fn& f) {
+  constexpr int parts = parts_for(R);
+  if constexpr (parts == 1) {
+    if (half < 0) return f(std::integral_constant<int, 1>(), std::integral_constant<int, 0>());
+  }
+  constexpr std::integral_constant<int, parts < 4 ? 2 : 4> count;
+  if constexpr (count == 2) {
+    if (half != 1) f(count, std::integral_constant<int, 0>());
+    if (half != 0) f(count, std::integral_constant<int, 1>());
+  } else {
+    if (half != 1) f(count, std::integral_constant<int, 0>()), f(count, std::integral_constant<int, 1>());
+    if (half != 0) f(count, std::integral_constant<int, 2>()), f(count, std::integral_constant<int, 3>());
   }
 }
 
-// acc[R][64] = x * panel from the packed bytes, all of k. `half` 0 or 1: only that part of 2; -1: all.
+// acc[R][64] = x * panel from the packed bytes, all of k. `half` 0 or 1: only that part of 2; -1: all. Where a panel is
+// taken in parts, all of them take a piece of k before the next one is read: it stays in the L1 cache.
 template <class F, int R>
 void packed_tile(typename F::Weight w, int k_count, const float* x, float* acc, int half) {
   constexpr auto vecs = std::make_index_sequence<kVecs>();
-  constexpr int parts = parts_for(R);
-  if constexpr (parts == 1) {
-    if (half < 0) return packed_part<F, R, 1, 0>(w, k_count, x, acc, vecs);
-  }
-  if constexpr (parts < 4) {
-    if (half != 1) packed_part<F, R, 2, 0>(w, k_count, x, acc, vecs);
-    if (half != 0) packed_part<F, R, 2, 1>(w, k_count, x, acc, vecs);
-  } else {
-    if (half != 1) packed_part<F, R, 4, 0>(w, k_count, x, acc, vecs);
-    if (half != 1) packed_part<F, R, 4, 1>(w, k_count, x, acc, vecs);
-    if (half != 0) packed_part<F, R, 4, 2>(w, k_count, x, acc, vecs);
-    if (half != 0) packed_part<F, R, 4, 3>(w, k_count, x, acc, vecs);
+  for (int k = 0, count; k < k_count; k += count) {
+    if constexpr (F::kGrouped) {
+      count = group_size(k, k_count, w.start);
+      each_part<R>(half, [&](auto parts, auto part) { packed_group<F, R, parts, part>(w, count, x, acc, k == 0, vecs); });
+      w = {w.bytes + count * F::kRow, w.scale + kPanel, w.zero + F::kRow, w.start};
+      x += (count + 1) * R;
+    } else {
+      count = parts_for(R) == 1 && half < 0 ? k_count : std::min(kPackedBlock, k_count - k);
+      each_part<R>(half, [&](auto parts, auto part) { packed_part<F, R, parts, part>(w, count, x, acc, k == 0, vecs); });
+      w += count * F::kRow;
+      x += count * R;
+    }
   }
 }
 
