@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 #: Raised by one whenever a reader of the older number could misread the newer file.
 FORMAT_VERSION = 1
 
+#: The section with the sampler of a plan whose kernels run on a GPU.
+HOST_LIBRARY = "code/host.so"
+
 
 @dataclass(frozen=True)
 class SourceFile:

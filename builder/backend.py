@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from llmc.artifacts.errors import UsageError
-from llmc.artifacts.schema import ShapeProfile
+from llmc.artifacts.schema import HOST_LIBRARY, ShapeProfile
 from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
@@ -26,9 +26,6 @@ from llmc.builder.lowered import Lowered
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
 from llmc.profiles import CpuTarget, CudaTarget, TargetDescription
-
-#: The sampler of a plan whose kernels run elsewhere.
-HOST_LIBRARY = "code/host.so"
 
 
 def lower(

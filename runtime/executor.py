@@ -25,9 +25,12 @@ import numpy as np
 from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.artifacts.plan import Plan
+from llmc.artifacts.schema import HOST_LIBRARY
+from llmc.runtime.cuda.gpus import check as check_gpus
+from llmc.runtime.cuda.gpus import choose_gpu_blocks, survey
 from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
 from llmc.runtime.machine import STOPPED_SECONDS, available_memory, ending, is_stopped, usable_cpus
-from llmc.runtime.native import Library
+from llmc.runtime.native import HostLibrary, Library
 from llmc.runtime.rank_main import COPY, DONE, FAILED, MAX_DATAGRAM, READY, STEP, RankConfig
 from llmc.runtime.step import Chunk, Copies, StepBatch
 from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
@@ -112,13 +115,13 @@ class Executor:
         manifest, profile = plan.manifest, plan.manifest.profile
         self.plan = plan
         self.block_size = profile.block_size
-        self.num_blocks = choose_num_blocks(
-            manifest,
-            available_memory() - (host_bytes or 0),
-            kv_bytes=kv_bytes,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-        )
+        wish = {"kv_bytes": kv_bytes, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
+        if manifest.target.kind == "cuda":
+            machine = survey()
+            check_gpus(manifest, machine)
+            self.num_blocks = choose_gpu_blocks(manifest, machine.gpus, **wish)
+        else:
+            self.num_blocks = choose_num_blocks(manifest, available_memory() - (host_bytes or 0), **wish)
         #: Places for blocks and recurrent states in host memory, where `copy` puts them.
         self.host_blocks, self.host_states = choose_host_places(manifest, host_bytes, max_num_seqs)
         #: Recurrent states that are held at once: one for each sequence at work.
@@ -135,8 +138,12 @@ class Executor:
             stamps=max(rank.launches for rank in manifest.ranks) + 1 if timed else 0,
             ranks=tp,
         )
-        #: Rank 0's code, loaded here too: for sampling, and to call the others off.
-        self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
+        #: For sampling. Of a cpu plan rank 0's code, loaded here too, which also calls the ranks off.
+        self.library: HostLibrary
+        if manifest.target.kind == "cuda":
+            self.library = HostLibrary(plan.section(HOST_LIBRARY), f"{plan.path}: {HOST_LIBRARY}")
+        else:
+            self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
         self._watch = watch
         self._on_wait = on_wait
         self._num_rows = 0  # of the step that was begun last
@@ -185,6 +192,7 @@ class Executor:
                 host_blocks=self.host_blocks,
                 host_states=self.host_states,
                 layout=layout,
+                kind=manifest.target.kind,
             )
             rank.send(config.encode())
         size = sum(section.size for section in manifest.sections)
@@ -316,7 +324,7 @@ class Executor:
     def close(self) -> None:
         """Ends the ranks, by force if they do not go; safe to call twice."""
         ranks, self._ranks = list(self._ranks.values()), {}
-        if ranks and self.plan.manifest.comm_bytes:
+        if ranks and self.plan.manifest.comm_bytes and isinstance(self.library, Library):
             self.library.abort(self._memory.comm)  # a rank that waits for another would not see its socket close
         for rank in ranks:
             rank.socket.close()

@@ -146,8 +146,10 @@ def _address(values: np.ndarray | array[int] | None, dtype: type, name: str) -> 
     return values.ctypes.data
 
 
-class Library:
-    """A rank's shared object, loaded from bytes through an anonymous file. It stays loaded for the process's life."""
+class HostLibrary:
+    """A shared object of a plan, loaded from bytes through an anonymous file: the sampler, and the machine's limits. It
+    stays loaded for the process's life.
+    """
 
     def __init__(self, code: bytes | memoryview, name: str = "llmc-code") -> None:
         """Raises PlanError for an ABI other than ABI_VERSION, EnvironmentFault where the code cannot be loaded."""
@@ -177,15 +179,39 @@ class Library:
 
     def _declare(self) -> None:
         dll = self._dll
-        dll.llmc_create.restype, dll.llmc_create.argtypes = c_void_p, [POINTER(RankStruct), c_char_p, c_int32]
-        dll.llmc_run.restype, dll.llmc_run.argtypes = c_int32, [c_void_p, POINTER(StepStruct)]
-        dll.llmc_destroy.restype, dll.llmc_destroy.argtypes = None, [c_void_p]
-        dll.llmc_abort.restype, dll.llmc_abort.argtypes = None, [c_void_p]
         dll.llmc_sample.restype = None
         dll.llmc_sample.argtypes = [
             c_void_p, c_int32, c_int32, POINTER(SamplingStruct), POINTER(SampledStruct),
             c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
         ]  # fmt: skip
+
+    def read_rate(self, data: np.ndarray, threads: int) -> float:
+        """Bytes a second of reading `data`, u8 from a 64-byte boundary on, once by `threads` threads."""
+        rate = self._dll.llmc_read_rate
+        rate.restype, rate.argtypes = c_double, [c_void_p, c_int64, c_int32]
+        return float(rate(_address(data, np.uint8, "data"), len(data), threads))
+
+    def multiply_rate(self, rounds: int, threads: int) -> float:
+        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread."""
+        rate = self._dll.llmc_multiply_rate
+        rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
+        return float(rate(rounds, threads))
+
+    def sampler(self, vocab: int, max_rows: int, max_logprobs: int) -> Sampler:
+        """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""
+        return Sampler(self._dll, vocab, max_rows, max_logprobs)
+
+
+class Library(HostLibrary):
+    """A rank's shared object: an engine beside the sampler."""
+
+    def _declare(self) -> None:
+        super()._declare()
+        dll = self._dll
+        dll.llmc_create.restype, dll.llmc_create.argtypes = c_void_p, [POINTER(RankStruct), c_char_p, c_int32]
+        dll.llmc_run.restype, dll.llmc_run.argtypes = c_int32, [c_void_p, POINTER(StepStruct)]
+        dll.llmc_destroy.restype, dll.llmc_destroy.argtypes = None, [c_void_p]
+        dll.llmc_abort.restype, dll.llmc_abort.argtypes = None, [c_void_p]
 
     def create(self, memory: RankMemory) -> Engine:
         """An engine that works in `memory`. Raises EnvironmentFault with the compiled code's own message."""
@@ -204,22 +230,6 @@ class Library:
     def abort(self, comm: np.ndarray) -> None:
         """Makes every rank that waits in `comm`, or will wait, give up with RankFailure."""
         self._dll.llmc_abort(_address(comm, np.uint8, "comm"))
-
-    def read_rate(self, data: np.ndarray, threads: int) -> float:
-        """Bytes a second of reading `data`, u8 from a 64-byte boundary on, once by `threads` threads."""
-        rate = self._dll.llmc_read_rate
-        rate.restype, rate.argtypes = c_double, [c_void_p, c_int64, c_int32]
-        return float(rate(_address(data, np.uint8, "data"), len(data), threads))
-
-    def multiply_rate(self, rounds: int, threads: int) -> float:
-        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread."""
-        rate = self._dll.llmc_multiply_rate
-        rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
-        return float(rate(rounds, threads))
-
-    def sampler(self, vocab: int, max_rows: int, max_logprobs: int) -> Sampler:
-        """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""
-        return Sampler(self._dll, vocab, max_rows, max_logprobs)
 
 
 class Engine:

@@ -18,12 +18,13 @@ import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.runtime.machine import die_with
-from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepRefused
+from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepArrays, StepRefused
 from llmc.runtime.step import Copies
 from llmc.runtime.step_memory import COUNTS, StepLayout, StepMemory
 
@@ -58,6 +59,8 @@ class RankConfig:
     host_blocks: int
     host_states: int
     layout: StepLayout
+    #: Of the plan's target: cpu or cuda.
+    kind: str = "cpu"
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -150,7 +153,31 @@ def _load(config: RankConfig) -> tuple[Engine, StepMemory, _Host]:
     return engine, memory, _Host(config, kv, state)
 
 
-def _serve(sock: socket.socket, engine: Engine, memory: StepMemory, host: _Host, rank: int) -> None:
+class _Runner(Protocol):
+    """What runs steps."""
+
+    def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
+        """Fills this rank's columns of the logits."""
+
+
+class _Mover(Protocol):
+    """What moves blocks and states."""
+
+    def copy(self, copies: Copies) -> None:
+        """Out first, then in."""
+
+
+def _open(config: RankConfig) -> tuple[_Runner, StepMemory, _Mover]:
+    """The rank that the plan's target asks for."""
+    if config.kind == "cuda":
+        from llmc.runtime.cuda.engine import load  # imports what only a GPU's rank needs
+
+        engine, memory = load(config)
+        return engine, memory, engine
+    return _load(config)
+
+
+def _serve(sock: socket.socket, engine: _Runner, memory: StepMemory, host: _Mover, rank: int) -> None:
     stamps = memory.stamps[rank] if memory.layout.stamps else None
     sock.send(READY)
     while message := sock.recv(MAX_DATAGRAM):
@@ -173,7 +200,7 @@ def main(argv: list[str]) -> int:
     config = RankConfig.decode(data)
     try:
         die_with(config.parent)
-        engine, memory, host = _load(config)
+        engine, memory, host = _open(config)
         _serve(sock, engine, memory, host, config.rank)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # nobody is there to answer to

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
-from llmc.runtime.native import Library, Sampled, SamplingRow
+from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
 
 _NONE = np.empty(0, np.int32)
@@ -36,7 +36,7 @@ class _Fixed:
 class RowSampler:
     """Samples up to `max_rows` rows of `vocab` logits with a plan's own compiled code."""
 
-    def __init__(self, library: Library, vocab: int, max_rows: int) -> None:
+    def __init__(self, library: HostLibrary, vocab: int, max_rows: int) -> None:
         self._sampler = library.sampler(vocab, max_rows, MAX_LOGPROBS)
 
     def sample(self, logits: np.ndarray, sequences: Seq[Sequence]) -> list[Sampled]:

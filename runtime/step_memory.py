@@ -82,6 +82,12 @@ class StepMemory:
         # Small writes are several times faster through memoryview than through numpy.
         self._out = {name: memoryview(values.data) for name, values in self._ints.items()}
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Where the whole memory starts in this process, and its bytes: whole pages."""
+        address = np.frombuffer(self._data, np.uint8).ctypes.data
+        return address, -(-self.layout.size // _PAGE) * _PAGE
+
     def _view(self, name: str, dtype: type) -> np.ndarray:
         offset, count = self.layout.places()[name]
         return np.frombuffer(self._data, dtype, count, offset)

@@ -15,7 +15,7 @@ from llmc.artifacts.plan import Plan
 from llmc.bench.machine import held_bytes
 from llmc.bench.work import Work, prompt
 from llmc.runtime.executor import Executor
-from llmc.runtime.native import Library
+from llmc.runtime.native import HostLibrary
 from llmc.runtime.step import Chunk, StepBatch
 
 
@@ -80,7 +80,7 @@ class EngineSystem:
         return [times.tolist() for times in self._executor.launch_seconds()]
 
     @property
-    def library(self) -> Library:
+    def library(self) -> HostLibrary:
         """The engine's code, loaded in this process too."""
         return self._executor.library
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.runtime.machine import available_memory
-from llmc.runtime.native import Library
+from llmc.runtime.native import HostLibrary
 
 #: Bytes that are read: far more than caches hold.
 _LEAST_BYTES = 256 << 20
@@ -34,7 +34,7 @@ class Rates:
 class Limits:
     """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike."""
 
-    library: Library
+    library: HostLibrary
     threads: int
     _seen: dict[int, list[Rates]] = field(default_factory=dict)
 

@@ -1,0 +1,228 @@
+"""A rank on its GPU: memory, kernels, and steps, which it runs as `runtime.native.Engine` does.
+
+Comes in: a plan's program and weights, steps. Goes out: logits, in the step memory. Must not know: requests,
+scheduling.
+
+Decode steps are replayed as graphs. One is captured behind the step that first needs it: for so many sequences, the
+next of the buckets, and for so long a context, the next power of two, as attention's launches depend on both. The
+sequences that a bucket has too many are empty. All other steps are launched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmc.artifacts.cuda_program import CudaProgram, decode_program
+from llmc.artifacts.errors import EnvironmentFault
+from llmc.artifacts.plan import Plan
+from llmc.runtime.cuda import driver
+from llmc.runtime.cuda.launches import Launches
+from llmc.runtime.cuda.memory import DeviceMemory
+from llmc.runtime.cuda.nccl import Communicator
+from llmc.runtime.native import RankFailure, StepArrays, StepRefused
+from llmc.runtime.step import Copies
+from llmc.runtime.step_memory import StepMemory
+
+if TYPE_CHECKING:
+    from llmc.runtime.rank_main import RankConfig  # which is running as __main__
+
+#: Sequences up to which every power of two has a graph; from there on every multiple of it.
+_SMALL = 8
+#: The shortest context that graphs tell apart.
+_CONTEXT = 256
+
+
+def bucket(sequences: int, most: int) -> int:
+    """The size of the graph for so many sequences."""
+    found = 1 << (sequences - 1).bit_length() if sequences <= _SMALL else -(-sequences // _SMALL) * _SMALL
+    return min(found, most)
+
+
+def context_bucket(context: int, most: int) -> int:
+    """The context that a graph is captured for."""
+    return min(max(1 << (context - 1).bit_length(), _CONTEXT), most)
+
+
+def load(config: RankConfig) -> tuple[CudaEngine, StepMemory]:
+    """A rank that is ready. Raises LlmcError where it cannot be."""
+    driver.open_device(config.rank)
+    memory = StepMemory(config.layout, config.memory_fd)
+    plan = Plan.open(f"/proc/self/fd/{config.plan_fd}", verify=False)
+    names = plan.manifest.ranks[config.rank]
+    program = decode_program(plan.section(names.code), f"{config.plan}: {names.code}")
+    device = DeviceMemory(
+        program,
+        _array(plan, names.weights),
+        _array(plan, plan.manifest.shared_weights),
+        config.kv_bytes,
+        config.state_bytes,
+    )
+    functions = [driver.load_function(bytes(plan.section(k.section)), k.entry, k.shared) for k in program.kernels]
+    return CudaEngine(config, program, device, functions, memory), memory
+
+
+def _array(plan: Plan, name: str) -> np.ndarray:
+    return np.frombuffer(plan.section(name) if name in plan else b"", np.uint8)
+
+
+class CudaEngine:
+    """See above."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        program: CudaProgram,
+        device: DeviceMemory,
+        functions: list[Any],
+        memory: StepMemory,
+    ) -> None:
+        self.config, self.program, self.device = config, program, device
+        self._stream = driver.Stream()
+        self._communicator = Communicator(config.rank, config.tp, memory.comm) if config.tp > 1 else None
+        self._launches = [
+            Launches(steps, program.kernels, functions, device.address, self._all_reduce) for steps in program.steps
+        ]
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self._logits = memory.logits(program.max_num_seqs)
+        driver.pin(*memory.extent)
+        self._host = _HostPools(config, device.bases, self._stream)
+        self._events: list[driver.Event] = []
+        if memory.layout.stamps:
+            self._events = [driver.Event() for _ in range(program.launches + 1)]
+
+    def _all_reduce(self, address: int, count: int, dtype: str, stream: driver.Stream) -> None:
+        assert self._communicator is not None
+        self._communicator.all_reduce(address, count, dtype, stream)
+
+    def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
+        """Runs one step and fills this rank's columns of `step.logits`. `stamps` as `native.Engine` has them, from the
+        GPU's clock; where a step has fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
+        """
+        self._check(step)
+        try:
+            if stamps is None and self._is_decode(step):
+                self._replay(step)
+            else:
+                self._launch(step, stamps)
+            self._stream.wait()
+        except EnvironmentFault as error:
+            raise RankFailure(f"rank {self.config.rank} of {self.config.tp}: {error}") from error
+        if stamps is not None:
+            self._note(stamps)
+
+    def copy(self, copies: Copies) -> None:
+        """Moves blocks and states between pool and host memory: out first, then in."""
+        self._host.copy(copies)
+        self._stream.wait()
+
+    # ---- one step
+
+    def _is_decode(self, step: StepArrays) -> bool:
+        count = len(step.ids)
+        return count == len(step.context_len) == len(step.rows) and count <= self.program.max_num_seqs
+
+    def _replay(self, step: StepArrays) -> None:
+        size = bucket(len(step.ids), self.program.max_num_seqs)
+        context = context_bucket(int(step.context_len.max()), self.program.max_seq_len)
+        self.device.write(step, size)
+        if (size, context) in self._graphs:
+            self._stream.replay(self._graphs[size, context])
+        else:
+            self._graphs[size, context] = self._first(size, context)
+
+    def _first(self, size: int, context: int) -> Any:
+        """Runs a step once as it is, as kernels are loaded and ranks connected by it, and then records it."""
+        symbols = {"T": size, "S": size, "num_seqs": size, "max_context": context}
+        self._enqueue(self._launches[0], symbols)
+        self._stream.wait()
+        self._stream.begin_capture()
+        self._enqueue(self._launches[0], symbols)
+        return self._stream.end_capture()
+
+    def _launch(self, step: StepArrays, stamps: np.ndarray | None) -> None:
+        self.device.write(step, 0)
+        tokens = len(step.ids)
+        symbols = {
+            "T": tokens,
+            "S": len(step.rows),
+            "num_seqs": len(step.context_len),
+            "max_context": int(step.context_len.max()),
+        }
+        chosen = next(
+            launches
+            for launches in self._launches
+            if launches.steps.least <= tokens <= launches.steps.most
+            and launches.steps.decode == (stamps is not None and self._is_decode(step))
+        )
+        self._enqueue(chosen, symbols, self._events if stamps is not None else None)
+
+    def _enqueue(
+        self, launches: Launches, symbols: Mapping[str, int], events: list[driver.Event] | None = None
+    ) -> None:
+        self.device.upload(self._stream, symbols["T"], symbols["num_seqs"], symbols["S"])
+        self._timed = len(launches.steps.launches)
+        launches.run(self._stream, symbols, events)
+        first, columns = self.program.columns
+        host = self._logits.ctypes.data + 4 * first
+        self._stream.download_rows(host, 4 * self.program.vocab, self.device.bases["logits"], 4 * columns, symbols["S"])
+
+    def _note(self, stamps: np.ndarray) -> None:
+        first = self._events[0]
+        stamps[0] = 0
+        for number in range(1, self._timed + 1):
+            stamps[number] = self._events[number].nanoseconds_since(first)
+        stamps[self._timed :] = stamps[self._timed]
+
+    def _check(self, step: StepArrays) -> None:
+        """What compiled code of the cpu target checks: kernels stay within tables, cache and vocabulary."""
+        p, tokens, seqs = self.program, len(step.ids), len(step.context_len)
+        counts = np.diff(step.query_start)
+        blocks = -(-step.context_len // p.block_size)
+        used = np.arange(step.block_tables.shape[1]) < blocks[:, None]
+        fits = (
+            1 <= tokens <= p.max_tokens
+            and 1 <= seqs <= p.max_num_seqs
+            and len(step.rows) <= p.max_num_seqs
+            and step.query_start[0] == 0
+            and step.query_start[-1] == tokens
+            and bool((counts >= 1).all() and (step.context_len >= counts).all())
+            and int(step.context_len.max()) <= p.max_seq_len
+            and _within(step.ids, p.vocab)
+            and _within(step.rows, tokens)
+            and _within(step.block_tables[used], self.config.num_blocks)
+            and (not p.state_slot_bytes or _within(step.state_slots, self.config.num_slots))
+        )
+        if not fits:
+            raise StepRefused(
+                f"rank {self.config.rank}: a step of {tokens} tokens, {seqs} sequences and {len(step.rows)} rows is "
+                "outside the compiled ranges"
+            )
+
+
+def _within(values: np.ndarray, most: int) -> bool:
+    return values.size == 0 or bool(values.min() >= 0 and values.max() < most)
+
+
+class _HostPools:
+    """Pinned memory for blocks and states that are out of the pools: a place is as large as what goes there."""
+
+    def __init__(self, config: RankConfig, bases: Mapping[str, int], stream: driver.Stream) -> None:
+        self._stream = stream
+        pools = (("kv", config.kv_bytes, config.num_blocks, config.host_blocks),
+                 ("states", config.state_bytes, config.num_slots, config.host_states))  # fmt: skip
+        self._pools = []
+        for space, nbytes, count, places in pools:
+            size = nbytes // count
+            self._pools.append((bases[space], driver.allocate_pinned(size * places) if places else 0, size))
+
+    def copy(self, copies: Copies) -> None:
+        """Out first: its blocks may be wanted by what comes in."""
+        for (device, host, size), pairs in zip(self._pools, (copies.blocks_out, copies.states_out), strict=True):
+            for number, place in pairs:
+                self._stream.download(host + place * size, device + number * size, size)
+        for (device, host, size), pairs in zip(self._pools, (copies.blocks_in, copies.states_in), strict=True):
+            for number, place in pairs:
+                self._stream.upload(device + number * size, host + place * size, size)
