@@ -103,7 +103,12 @@ class Core:
         )
         pool_tokens = self._pool.num_blocks * profile.block_size
         self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
-        self._sampler = RowSampler(self._executor.library, model.vocab_size, profile.max_num_seqs)
+        self._sampler = RowSampler(
+            self._executor.library,
+            model.vocab_size,
+            profile.max_num_seqs,
+            self._executor.threads * len(plan.manifest.ranks),
+        )
         self._draining = self._stopping = False
         self._later: list[ToCore] = []  # messages that have come, and were not taken yet
         self._overlap = options.overlap

@@ -12,10 +12,15 @@ from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 ABI_VERSION = 3
 _MESSAGE_BYTES = 512
@@ -197,9 +202,9 @@ class HostLibrary:
         rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
         return float(rate(rounds, threads))
 
-    def sampler(self, vocab: int, max_rows: int, max_logprobs: int) -> Sampler:
+    def sampler(self, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> Sampler:
         """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""
-        return Sampler(self._dll, vocab, max_rows, max_logprobs)
+        return Sampler(self._dll, vocab, max_rows, max_logprobs, threads)
 
 
 class Library(HostLibrary):
@@ -303,17 +308,26 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Sampler:
-    """Samples rows of logits; its scratch is allocated once."""
+#: Logits from which on rows are sampled on several threads: less takes no longer than telling them.
+_SHARED_LOGITS = 1 << 19
 
-    def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int) -> None:
+
+class Sampler:
+    """Samples rows of logits, on up to `threads` threads; its scratch is allocated once."""
+
+    def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> None:
         self._dll, self.vocab, self.max_logprobs = dll, vocab, max_logprobs
         self._params = (SamplingStruct * max_rows)()
         self._sampled = (SampledStruct * max_rows)()
         self._top_ids = np.zeros((max_rows, max(max_logprobs, 1)), np.int32)
         self._top_logprobs = np.zeros((max_rows, max(max_logprobs, 1)), np.float32)
-        self._scratch = np.zeros(vocab, np.float32)
-        self._scratch_ids = np.zeros(vocab, np.int32)
+        self._scratch = np.zeros((threads, vocab), np.float32)
+        self._scratch_ids = np.zeros((threads, vocab), np.int32)
+        self._others: ThreadPoolExecutor | None = None
+        if threads > 1:
+            from concurrent.futures import ThreadPoolExecutor  # here: ranks sample nothing, and start the sooner
+
+            self._others = ThreadPoolExecutor(threads - 1, "sampler")
 
     def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """logits f32[len(rows), vocab], unchanged. Raises ValueError for other shapes or too many rows."""
@@ -323,12 +337,27 @@ class Sampler:
             return []
         for struct, row in zip(self._params, rows, strict=False):
             self._fill(struct, row)
-        self._dll.llmc_sample(
-            _address(logits, np.float32, "logits"), len(rows), self.vocab, self._params, self._sampled,
-            self._top_ids.ctypes.data, self._top_logprobs.ctypes.data, self._top_ids.shape[1],
-            self._scratch.ctypes.data, self._scratch_ids.ctypes.data,
-        )  # fmt: skip
+        address = _address(logits, np.float32, "logits")
+        assert address is not None
+        shares = min(len(self._scratch), len(rows)) if logits.size >= _SHARED_LOGITS else 1
+        (first, last), *rest = pairwise(len(rows) * share // shares for share in range(shares + 1))
+        others = []
+        if self._others is not None:
+            others = [self._others.submit(self._sample, address, *part, i) for i, part in enumerate(rest, start=1)]
+        self._sample(address, first, last, 0)
+        for other in others:
+            other.result()
         return [self._result(i, row) for i, row in enumerate(rows)]
+
+    def _sample(self, logits: int, first: int, last: int, thread: int) -> None:
+        """Rows first..last, in the scratch of one thread."""
+        self._dll.llmc_sample(
+            logits + 4 * first * self.vocab, last - first, self.vocab,
+            ctypes.byref(self._params[first]),
+            ctypes.byref(self._sampled[first]),
+            self._top_ids[first:].ctypes.data, self._top_logprobs[first:].ctypes.data, self._top_ids.shape[1],
+            self._scratch[thread].ctypes.data, self._scratch_ids[thread].ctypes.data,
+        )  # fmt: skip
 
     def _fill(self, struct: SamplingStruct, row: SamplingRow) -> None:
         if row.num_logprobs > self.max_logprobs:

@@ -34,10 +34,10 @@ class _Fixed:
 
 
 class RowSampler:
-    """Samples up to `max_rows` rows of `vocab` logits with a plan's own compiled code."""
+    """Samples up to `max_rows` rows of `vocab` logits with a plan's own compiled code, on as many threads as given."""
 
-    def __init__(self, library: HostLibrary, vocab: int, max_rows: int) -> None:
-        self._sampler = library.sampler(vocab, max_rows, MAX_LOGPROBS)
+    def __init__(self, library: HostLibrary, vocab: int, max_rows: int, threads: int) -> None:
+        self._sampler = library.sampler(vocab, max_rows, MAX_LOGPROBS, threads)
 
     def sample(self, logits: np.ndarray, sequences: Seq[Sequence]) -> list[Sampled]:
         """logits f32[len(sequences), vocab], raw and unchanged; row i is the i-th sequence's."""

@@ -207,6 +207,17 @@ def test_greedy_takes_the_lowest_of_equals_and_rows_do_not_mix() -> None:
     ]
 
 
+def test_rows_are_the_same_on_several_threads() -> None:
+    rng = np.random.default_rng(3)
+    logits = (4 * rng.standard_normal((11, 50_000))).astype(np.float32)
+    rows = [SamplingRow(0.9, top_p=0.9, seed=i, num_logprobs=i % 3) for i in range(len(logits))]
+    alone = library(ISAS[-1]).sampler(50_000, 16, 2).sample(logits, rows)
+    for threads in (2, 3, 16):
+        sampler = library(ISAS[-1]).sampler(50_000, 16, 2, threads)
+        assert sampler.sample(logits, rows) == alone
+        assert sampler.sample(logits[:1], rows[:1]) == alone[:1]
+
+
 def test_structs_are_those_of_the_header() -> None:
     pairs = {"llmc_rank": native.RankStruct, "llmc_step": native.StepStruct, "llmc_sampling": native.SamplingStruct,
              "llmc_sampled": native.SampledStruct}  # fmt: skip
