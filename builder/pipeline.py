@@ -39,6 +39,7 @@ from llmc.builder.passes.fuse_experts import fuse_experts
 from llmc.builder.passes.fuse_latent_cache import fuse_latent_cache
 from llmc.builder.passes.fuse_pointwise import fuse_pointwise
 from llmc.builder.passes.fuse_qk_norm import fuse_qk_norm
+from llmc.builder.passes.fuse_quantize import fuse_quantize
 from llmc.builder.passes.fuse_residual_norm import fuse_residual_norm
 from llmc.builder.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.builder.passes.fuse_rotary import fuse_rotary
@@ -49,6 +50,7 @@ from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.passes.shard import shard
 from llmc.builder.passes.simplify_views import simplify_views
 from llmc.builder.passes.split_packed import split_packed
+from llmc.builder.passes.split_quantize import split_quantize
 from llmc.builder.passes.views import Launches, count_launches
 from llmc.plugins.cpu.blocks import KV_TYPES
 
@@ -60,7 +62,7 @@ Pass = Callable[[Graph], tuple[Graph | tuple[Graph, ...], PassReport]]
 
 def all_passes(options: CompileOptions) -> list[Pass]:
     """Every pass in order."""
-    return [*whole_passes(options), partial(shard, tp=options.tp), *RANK_PASSES]
+    return [*whole_passes(options), partial(shard, tp=options.tp), *rank_passes(options)]
 
 
 def whole_passes(options: CompileOptions) -> list[Pass]:
@@ -92,17 +94,20 @@ def _precision(options: CompileOptions) -> Precision:
     return Precision(options.precision, options.table, options.fp8_activations, options.own, options.lm_head_dtype)
 
 
-RANK_PASSES: list[Pass] = [
-    merge_qkv,
-    merge_latent,
-    merge_gate_up,
-    fuse_activation,
-    fuse_residual_norm,
-    fuse_rows,
-    fuse_pointwise,
-    insert_copies,
-    check_lowerable,
-]
+def rank_passes(options: CompileOptions) -> list[Pass]:
+    """The passes over what is one rank's."""
+    return [
+        merge_qkv,
+        merge_latent,
+        merge_gate_up,
+        fuse_activation,
+        fuse_residual_norm,
+        fuse_rows,
+        fuse_pointwise,
+        *([split_quantize, fuse_quantize] if options.rounds_apart else []),
+        insert_copies,
+        check_lowerable,
+    ]
 
 
 class Verifier(Protocol):
@@ -117,8 +122,9 @@ class CompileOptions:
     """`precision` fp32|bf16|fp8|int8|int4; `kv_dtype` f32|bf16|f8e4m3 of the cache (None: exact in an fp32 engine, bf16
     otherwise), `kv_scales` what each layer's keys and values are divided by where it is f8e4m3; `table` is the
     calibration and `fp8_activations` token|static|none says what becomes of inputs, `lm_head_dtype` bf16|fp8 of the
-    output head; `own` is what the checkpoint is quantized with itself; `verifier` sees each pass's name and the graphs
-    before and after it.
+    output head; `rounds_apart`: inputs are rounded to FP8 by operators of their own, as cuda targets want it, and not
+    inside of products; `own` is what the checkpoint is quantized with itself; `verifier` sees each pass's name and the
+    graphs before and after it.
     """
 
     precision: str = "fp32"
@@ -129,6 +135,7 @@ class CompileOptions:
     fp8_activations: str = "token"
     own: Quantization | None = None
     lm_head_dtype: str = "bf16"
+    rounds_apart: bool = False
     verifier: Verifier | None = None
 
 

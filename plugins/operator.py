@@ -68,7 +68,7 @@ class Operator:
     """An operator of the graph. `attrs` is a frozen dataclass type; `infer(attrs, input types) -> output types`
     raises ValueError with the reason where the types do not fit; `reference(context, attrs, inputs)` is the truth.
     `state_shape(attrs)`, where a sequence keeps a recurrent state between steps, is its shape in f32, channels last;
-    `attrs.state` numbers the state then.
+    `attrs.state` numbers the state then. `targets`: the kinds of targets whose graphs have it.
     """
 
     name: str
@@ -78,3 +78,4 @@ class Operator:
     rtol: float = 1e-5
     atol: float = 1e-5
     state_shape: Callable[[Any], tuple[int, ...]] | None = None
+    targets: tuple[str, ...] = ("cpu", "cuda")

@@ -46,7 +46,7 @@ class Memory:
     def check(self, what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
         """Raises IndexError where an element that `mask` does not hide lies outside."""
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        touched = pointers.data[np.broadcast_to(mask.data.astype(np.bool_), pointers.data.shape)]
         part = np.searchsorted(self.first, touched, side="right") - 1
         outside = (part < 0) | (touched + np.uint64(size) > self.last[part])
         if outside.any():

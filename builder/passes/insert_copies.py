@@ -18,6 +18,7 @@ _MOVES = ("transpose", "slice", "concat", "broadcast")
 #: Operator -> how many of its first inputs may be columns of a wider value; every other reader wants them side by side.
 STRIDED_INPUTS = {
     "linear": 1,
+    "quantize": 1,
     "grouped_linear": 1,
     "rope_cache": 3,
     "latent_cache": 5,

@@ -19,7 +19,8 @@ from llmc.plugins.pointwise import evaluate, used_inputs
 
 @dataclass(frozen=True)
 class Attrs:
-    """E4M3 weights with `x_scale` (static), `x_per_token` (each row's largest magnitude / 448), or neither: see linear.
+    """E4M3 weights with `x_scale` (static), `x_per_token` (each row's largest magnitude / 448), or neither, where x may
+    be E4M3: see linear.
 
     `expr`: a formula as `pointwise` has it, of the result i0; with `gated` the weight of an expert holds N/2 gate rows,
     then N/2 up rows, and the formula is of gate i0 and up i1. `combine`: the results of a token, times its weights, are
@@ -40,10 +41,16 @@ class Attrs:
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     """x f32[T,K] or f32[T,k,K] (a row for each expert), index i32[T,k], w [E,N,K], (w_scale f32[E,N]) (b f32[E,N])
     (weights f32[T,k] to combine) -> f32[T,k,N], f32[T,k,N/2] when gated, or f32[T,N] when combined. `index` is within
-    0..E-1. After an INT4 weight come scales f16[E,N,G] and zero points u4[E,N,G], see linear.
+    0..E-1. After an INT4 weight come scales f16[E,N,G] and zero points u4[E,N,G], see linear. An x may be f8e4m3: its
+    scales, f32 with 1 for K, are the last input then.
     """
-    if len(types) < 3 or types[0].dtype != "f32" or types[1].dtype != "i32" or [t.rank for t in types[1:3]] != [2, 3]:
-        raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32, index i32[T,k] and w [E,N,K] first")
+    if (
+        len(types) < 3
+        or types[0].dtype not in ("f32", "f8e4m3")
+        or types[1].dtype != "i32"
+        or [t.rank for t in types[1:3]] != [2, 3]
+    ):
+        raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x, index i32[T,k] and w [E,N,K] first")
     x, index, w = types[:3]
     if w.dtype not in ("f32", "bf16", "f8e4m3", "u4") or not all(isinstance(d, int) and d > 0 for d in w.shape):
         raise ValueError(f"the weight is {w}; expected f32, bf16, f8e4m3 or u4 of known size")
@@ -54,6 +61,9 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(
             f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3"
         )
+    rounded = x.dtype == "f8e4m3"
+    if rounded and (not quantized or attrs.x_scale is not None or attrs.x_per_token):
+        raise ValueError(f"{x} times {w}: x may be f8e4m3 beside a weight that is, and is not rounded again")
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
     if not 0 <= attrs.group_start < INT4_GROUP or (attrs.group_start and w.dtype != "u4"):
@@ -63,6 +73,7 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         by_group = (*w.shape[:2], groups(int(w.shape[2]), attrs.group_start))
         rest = [TensorType("f16", by_group), TensorType("u4", by_group), *rest]
     rest += [TensorType("f32", index.shape)] * attrs.combine
+    rest += [TensorType("f32", (*x.shape[:-1], 1))] * rounded
     if list(types[3:]) != rest:
         raise ValueError(f"after w come {', '.join(map(str, types[3:]))}; expected {', '.join(map(str, rest))}")
     return (_result(attrs, index, w),)
@@ -91,6 +102,9 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
     rows = np.repeat(x, slots, axis=0) if x.ndim == 2 else x.reshape(tokens * slots, -1)
     scale: np.ndarray | None = None
     x_scale = np.ones((len(rows), 1), np.float32)
+    if x.dtype == NUMPY_DTYPES["f8e4m3"]:
+        given = rest.pop()
+        x_scale = np.repeat(given, slots, axis=0) if x.ndim == 2 else given.reshape(-1, 1)
     if w.dtype == NUMPY_DTYPES["f8e4m3"]:
         if attrs.x_per_token or attrs.x_scale is not None:
             rows, x_scale = quantize_x(rows, attrs.x_scale)

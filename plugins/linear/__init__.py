@@ -26,11 +26,11 @@ FACTORS = 3
 @dataclass(frozen=True)
 class Attrs:
     """Beside an E4M3 weight x is E4M3 too, by `x_scale` (static) or `x_per_token` (each row's largest magnitude / 448),
-    or with neither as it is. Beside an INT8 weight it is INT8 (each row's largest magnitude / 127), with `x_factors`
-    after its columns were multiplied by a factor each. `epilogue`: an activation of the result, or with `_gate`: the
-    weight holds N/2 gate rows, then N/2 up rows, and act(gate) * up is the result. `all_reduce`: results are summed
-    over ranks; the bias is added once, after the sum. `group_start`: how many columns of the first group of an INT4
-    weight are on other ranks.
+    or with neither as it is: f32, or E4M3 with scales, as `quantize` made it. Beside an INT8 weight it is INT8 (each
+    row's largest magnitude / 127), with `x_factors` after its columns were multiplied by a factor each. `epilogue`: an
+    activation of the result, or with `_gate`: the weight holds N/2 gate rows, then N/2 up rows, and act(gate) * up is
+    the result. `all_reduce`: results are summed over ranks; the bias is added once, after the sum. `group_start`: how
+    many columns of the first group of an INT4 weight are on other ranks.
     """
 
     bias: bool = False
@@ -44,12 +44,13 @@ class Attrs:
 
 def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     """x f32[M,K], w [N,K], (w_scale f32[N],) (x_factors f32[K],) (b f32[N]) -> f32[M,N], or f32[M,N/2] when gated.
+    Beside an E4M3 weight x may be f8e4m3[M,K]; its scales f32[M,1] are the last input then.
 
     After an INT4 weight come scales f16[N,G] and zero points u4[N,G] of its G groups of 128 columns, of which the last
     (and behind a `group_start` the first) may be smaller.
     """
-    if len(types) < 2 or types[0].dtype != "f32" or types[0].rank != 2 or types[1].rank != 2:
-        raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32[M,K] and w [N,K] first")
+    if len(types) < 2 or types[0].dtype not in ("f32", "f8e4m3") or [t.rank for t in types[:2]] != [2, 2]:
+        raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x f32|f8e4m3[M,K] and w [N,K] first")
     x, w = types[0], types[1]
     quantized = w.dtype in ("f8e4m3", "i8")
     if w.dtype not in ("f32", "bf16", "f8e4m3", "i8", "u4"):
@@ -60,6 +61,9 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
         raise ValueError(
             f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3 and i8"
         )
+    rounded = x.dtype == "f8e4m3"
+    if rounded and (w.dtype != "f8e4m3" or attrs.x_scale is not None or attrs.x_per_token):
+        raise ValueError(f"{x} times {w}: x may be f8e4m3 beside a weight that is, and is not rounded again")
     _check_int8(attrs, w)
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
@@ -76,6 +80,7 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     if w.dtype == "u4":
         shape = (size, groups(int(w.shape[1]), attrs.group_start))
         rest = [TensorType("f16", shape), TensorType("u4", shape), *rest]
+    rest += [TensorType("f32", (x.shape[0], 1))] * rounded
     if list(types[2:]) != rest:
         raise ValueError(f"after w come {', '.join(map(str, types[2:]))}; expected {', '.join(map(str, rest))}")
     if attrs.epilogue.endswith("_gate"):
@@ -150,7 +155,9 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
     scale = np.ones((1, 1), np.float32)
     if w.dtype == NUMPY_DTYPES["f8e4m3"]:
         scale = rest.pop(0)[None, :]
-        if attrs.x_per_token or attrs.x_scale is not None:
+        if x.dtype == w.dtype:
+            scale = rest.pop() * scale
+        elif attrs.x_per_token or attrs.x_scale is not None:
             x, x_scale = quantize_x(x, attrs.x_scale)
             scale = x_scale * scale
     if w.dtype == NUMPY_DTYPES["u4"]:

@@ -36,6 +36,7 @@ PASSES = by_name(
         table=_TABLE,
         fp8_activations="static",
         tp=2,
+        rounds_apart=True,
     )
 )
 

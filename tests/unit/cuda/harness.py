@@ -134,20 +134,19 @@ class Machine:
         dtype = self.env.stored.get((pointer.side, pointer.index), kind.dtype)
         symbols = self.step.symbols()
         shape = [symbols[d] if isinstance(d, str) else d for d in kind.shape]
+        if kind.dtype == "u4":  # two in a byte, rows begin with one
+            dtype, shape[-1] = "u8", -(-shape[-1] // 2)
+            array = None if array is None else _nibbles(array)
         width = prod(shape[1:])
         apart = GAP if kind.rank == 2 and isinstance(kind.shape[0], str) else 0
-        item = NUMPY_DTYPES["u8" if kind.dtype == "u4" else dtype].itemsize
-        if kind.dtype == "u4":
-            width //= 2
+        item = NUMPY_DTYPES[dtype].itemsize
         stride = width + apart
         rows = shape[0] if shape else 1
-        address = self.space(max(0, (rows - 1) * stride + width) * item, dtype)
+        address = self.space(max(0, (rows - 1) * stride + width) * item, kind.dtype if dtype == "u8" else dtype)
         memory = interpreter().memory[address.offset : address.offset + rows * stride * item]
-        table = memory.view("u1" if kind.dtype == "u4" else NUMPY_DTYPES[dtype]).reshape(rows, stride)
+        table = memory.view(NUMPY_DTYPES[dtype]).reshape(rows, stride)
         if array is not None:
             flat = np.asarray(array).reshape(len(array) if array.ndim else 1, -1)
-            if kind.dtype == "u4":
-                flat = flat[:, ::2].astype(np.uint8) | flat[:, 1::2].astype(np.uint8) << 4
             table[: len(flat), :width] = flat.astype(table.dtype)
         self.values[pointer] = Value(address, stride, table[:, :width].reshape([*shape[:1], *shape[1:]] or [1]))
 
@@ -174,6 +173,12 @@ class Machine:
                     self.temporaries[name] = self.space(count * NUMPY_DTYPES[dtype].itemsize, dtype)
                 return self.temporaries[name]
         return arg
+
+
+def _nibbles(array: np.ndarray) -> np.ndarray:
+    """u4[..,K] as bytes u8[..,ceil(K/2)]."""
+    even = np.pad(array.astype(np.uint8), [*[(0, 0)] * (array.ndim - 1), (0, array.shape[-1] % 2)])
+    return even[..., ::2] | even[..., 1::2] << 4
 
 
 def launches(operator: Operator, attrs: Any, types: Sequence[TensorType], env: CudaEnv) -> tuple[Any, ...]:

@@ -1,0 +1,46 @@
+"""Which instructions a cubin is made of, as NVIDIA's disassembler has it: Triton brings one along.
+
+Comes in: a cubin's bytes. Goes out: how often each instruction stands in it. Must not know: kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from llmc.artifacts.errors import EnvironmentFault
+
+#: An instruction's name behind its address, and behind its predicate if it has one.
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+
+def disassembler() -> str | None:
+    """The path of `nvdisasm`: Triton's own, or that of a CUDA toolkit; None where there is neither."""
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        if own.exists():
+            return str(own)
+    return shutil.which("nvdisasm")
+
+
+def instructions(code: bytes) -> Counter[str]:
+    """Instruction with its modifiers (HMMA.16816.F32.BF16) -> how often it stands in the code.
+
+    Raises EnvironmentFault where there is no disassembler, or it cannot read the cubin.
+    """
+    tool = disassembler()
+    if tool is None:
+        raise EnvironmentFault("nvdisasm is not installed: pip install 'llmc[cuda-build]', or the CUDA toolkit")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EnvironmentFault(f"{tool} cannot read the cubin: {(done.stderr or done.stdout).strip()}")
+    return Counter(_INSTRUCTION.findall(done.stdout))
