@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from llmc.plugins.linear.kernels import load_block, multiply, place_of_tile
+from llmc.plugins.linear.kernels import place_of_tile, products
 
 
 @triton.jit
@@ -32,12 +32,7 @@ def head_gemm(
     row, column = tl.minimum(rows, M - 1).to(tl.int64), tl.minimum(columns, N - 1)
     x_at = x + row[:, None] * x_stride + (head * x_head + start) + depth[None, :]
     w_at = w + (head * N + column)[None, :] * K + depth[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for k in range(0, K, DEPTH):
-        a = load_block(x_at, depth[None, :], K - k, EVEN_K).to(w.dtype.element_ty)
-        total = multiply(a, load_block(w_at, depth[:, None], K - k, EVEN_K), total, 0)
-        x_at += DEPTH
-        w_at += DEPTH
+    total, _ = products(x_at, w_at, w_at, K, ROWS, COLUMNS, DEPTH, EVEN_K, False, 0)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     y_at = y + row[:, None] * y_stride + (head * N + column)[None, :]
     tl.store(y_at, total.to(y.dtype.element_ty), mask=inside)

@@ -54,9 +54,12 @@ def multiply(a, b, total, IMPRECISE: tl.constexpr):
 
 
 @triton.jit
-def load_block(at, depth, left, EVEN_K: tl.constexpr):
-    """A block whose numbers along k are `depth`; those from `left` on are zero."""
-    return tl.load(at) if EVEN_K else tl.load(at, mask=depth < left, other=0.0)
+def load_block(at, depth, left, EVEN_K: tl.constexpr, INNER: tl.constexpr):
+    """A block whose numbers along k are `depth`, as INNER; those from `left` on are zero."""
+    block = tl.load(at) if EVEN_K else tl.load(at, mask=depth < left, other=0.0)
+    if block.dtype == tl.float8e4nv and tl.bfloat16 == INNER:
+        block = block.to(tl.float32)  # before sm_90 no instruction makes bf16 of what E4M3 becomes
+    return block.to(INNER)
 
 
 @triton.jit
@@ -70,6 +73,37 @@ def scaled(total, row, column, x_scale, x_scale_stride, w_scale, bias):
     if bias is not None:
         value = value + tl.load(bias + column)[None, :].to(tl.float32)
     return value
+
+
+@triton.jit
+def products(
+    x_at,  # pointers to x's first block, [ROWS,DEPTH]
+    w_at,  # to the first block of w's rows, [DEPTH,COLUMNS]
+    up_at,  # to that of the rows of up with GATED
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of DEPTH
+    GATED: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):
+    """Sums over k of x times w, and of x times up: f32[ROWS,COLUMNS], or i32 of INT8."""
+    SUM: tl.constexpr = tl.int32 if x_at.dtype.element_ty == tl.int8 else tl.float32
+    INNER: tl.constexpr = w_at.dtype.element_ty if w_at.dtype == x_at.dtype else tl.bfloat16
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLUMNS], SUM)
+    up_total = tl.zeros([ROWS, COLUMNS], SUM)
+    for k in range(0, K, DEPTH):
+        a = load_block(x_at, depth[None, :], K - k, EVEN_K, INNER)
+        total = multiply(a, load_block(w_at, depth[:, None], K - k, EVEN_K, INNER), total, IMPRECISE)
+        if GATED:
+            b = load_block(up_at, depth[:, None], K - k, EVEN_K, INNER)
+            up_total = multiply(a, b, up_total, IMPRECISE)
+        x_at += DEPTH
+        w_at += DEPTH
+        up_at += DEPTH
+    return total, up_total
 
 
 @triton.jit
@@ -89,7 +123,7 @@ def gemm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of DEPTH
+    EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -103,19 +137,7 @@ def gemm(
     x_at = x + row[:, None] * x_stride + depth[None, :]
     w_at = w + column[None, :] * K + depth[:, None]
     up_at = w_at + N.to(tl.int64) * K
-    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros([ROWS, COLUMNS], SUM)
-    up_total = tl.zeros([ROWS, COLUMNS], SUM)
-    INNER: tl.constexpr = w.dtype.element_ty if w.dtype.element_ty == x.dtype.element_ty else tl.bfloat16
-    for k in range(0, K, DEPTH):
-        a = load_block(x_at, depth[None, :], K - k, EVEN_K).to(INNER)
-        total = multiply(a, load_block(w_at, depth[:, None], K - k, EVEN_K).to(INNER), total, IMPRECISE)
-        if GATED:
-            b = load_block(up_at, depth[:, None], K - k, EVEN_K).to(INNER)
-            up_total = multiply(a, b, up_total, IMPRECISE)
-        x_at += DEPTH
-        w_at += DEPTH
-        up_at += DEPTH
+    total, up_total = products(x_at, w_at, up_at, K, ROWS, COLUMNS, DEPTH, EVEN_K, GATED, IMPRECISE)
     value = activate(scaled(total, row, column, x_scale, x_scale_stride, w_scale, bias), ACTIVATION)
     if GATED:
         value = value * scaled(up_total, row, column + N, x_scale, x_scale_stride, w_scale, bias)
@@ -124,7 +146,7 @@ def gemm(
 
 
 @triton.jit
-def int4_group(w, zero, column, group, columns, START: tl.constexpr, row_bytes, zero_bytes):
+def int4_group(w, zero, column, group, START: tl.constexpr, row_bytes, zero_bytes):
     """Numbers minus zero point of a group of GROUP columns, as bf16[columns of the tile, GROUP]: exact. What lies
     beside the matrix is anything, and meets zeros of x. Two numbers lie in a byte, the even one low.
     """
@@ -147,6 +169,37 @@ def int4_group(w, zero, column, group, columns, START: tl.constexpr, row_bytes, 
 
 
 @triton.jit
+def products_int4(
+    x_row,  # pointers to x's rows, [ROWS]
+    w,
+    w_scale,
+    zero,
+    column,  # rows of w, [COLUMNS]
+    K,
+    N,  # from a row of w to its row of up with GATED
+    groups,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    START: tl.constexpr,  # columns of the first group that lie before this matrix
+    GATED: tl.constexpr,
+):
+    """As `products`, of INT4 weights: the products of a group are summed, scaled, and added to the groups before."""
+    row_bytes, zero_bytes = (K + 1) // 2, (groups + 1) // 2
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for group in range(0, groups):
+        k = group * GROUP - START + tl.arange(0, GROUP)
+        a = tl.load(x_row[:, None] + k[None, :], mask=((k >= 0) & (k < K))[None, :], other=0).to(tl.bfloat16)
+        b = int4_group(w, zero, column, group, START, row_bytes, zero_bytes)
+        total += tl.dot(a, tl.trans(b)) * tl.load(w_scale + column * groups + group).to(tl.float32)[None, :]
+        if GATED:
+            b = int4_group(w, zero, column + N, group, START, row_bytes, zero_bytes)
+            scale = tl.load(w_scale + (column + N) * groups + group).to(tl.float32)
+            up_total += tl.dot(a, tl.trans(b)) * scale[None, :]
+    return total, up_total
+
+
+@triton.jit
 def gemm_int4(
     x,  # [M,K], rounded to bf16
     w,  # u4[N,K] or [2*N,K] with GATED; rows begin with a byte
@@ -162,29 +215,17 @@ def gemm_int4(
     y_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    START: tl.constexpr,  # columns of the first group that lie before this matrix
+    START: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """As `gemm`: products of a group are summed, scaled, and added to the groups before."""
+    """As `gemm`, of INT4 weights."""
     row_tile, column_tile = place_of_tile()
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     row, column = tl.minimum(rows, M - 1).to(tl.int64), tl.minimum(columns, N - 1).to(tl.int64)
-    row_bytes, zero_bytes = (K + 1) // 2, (groups + 1) // 2
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(0, groups):
-        k = group * GROUP - START + tl.arange(0, GROUP)
-        a = tl.load(x + row[:, None] * x_stride + k[None, :], mask=((k >= 0) & (k < K))[None, :], other=0)
-        a = a.to(tl.bfloat16)
-        b = int4_group(w, zero, column, group, columns, START, row_bytes, zero_bytes)
-        scale = tl.load(w_scale + column * groups + group).to(tl.float32)
-        total += tl.dot(a, tl.trans(b)) * scale[None, :]
-        if GATED:
-            b = int4_group(w, zero, column + N, group, columns, START, row_bytes, zero_bytes)
-            scale = tl.load(w_scale + (column + N) * groups + group).to(tl.float32)
-            up_total += tl.dot(a, tl.trans(b)) * scale[None, :]
+    x_row = x + row * x_stride
+    total, up_total = products_int4(x_row, w, w_scale, zero, column, K, N, groups, ROWS, COLUMNS, START, GATED)
     value = activate(scaled(total, row, column, None, 0, None, bias), ACTIVATION)
     if GATED:
         value = value * scaled(up_total, row, column + N, None, 0, None, bias)

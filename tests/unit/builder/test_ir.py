@@ -67,7 +67,7 @@ def test_several_outputs() -> None:
     text = """graph g rank=1 tp=2 {
   %x: f32[T,4] = input() {name='x'}
   %w: f32[4] = param() {recipe="load('w')"}
-  %s, %y: f32[T,4], f32[T,4] = rms_norm(%x, %w, %x) {eps=1e-05, residual=True} @model.norm
+  %s, %y: f32[T,4], f32[T,4] = rms_norm(%x, %w, %x) {eps=1e-05, residual=True, quantize=None} @model.norm
   return %s, %y
 }
 """
