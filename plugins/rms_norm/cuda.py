@@ -14,4 +14,4 @@ def launch(
     attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: CudaEnv
 ) -> tuple[CudaCall, ...]:
     """One weight, after x."""
-    return (norm_call("rms_norm", ["weight"], attrs.eps, attrs.residual, inputs, outputs),)
+    return (norm_call("rms_norm", ["weight"], attrs.eps, attrs.residual, attrs.quantize, inputs, outputs),)

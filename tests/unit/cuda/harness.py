@@ -2,7 +2,8 @@
 compares them with the operator's reference. What kernel tests of the cuda targets share.
 
 Every byte that nobody has written is 0xFF, which is NaN in every float: what a kernel reads without right shows. Rows
-of matrices lie further apart than they are wide, blocks hold other layers' bytes too, slots other states'.
+lie further apart than they are wide where a launch asks for their distance; blocks hold other layers' bytes too, and
+slots those of other states.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import (
     Arg,
     Collective,
-    CudaCall,
     CudaEnv,
     Pool,
     States,
@@ -111,6 +111,7 @@ class Machine:
 
     step: Step
     env: CudaEnv
+    strided: frozenset[RowStride]
     top: int = 4096
     values: dict[Pointer, Value] = field(default_factory=dict)
     arrays: dict[str, Address] = field(default_factory=dict)
@@ -138,7 +139,8 @@ class Machine:
             dtype, shape[-1] = "u8", -(-shape[-1] // 2)
             array = None if array is None else _nibbles(array)
         width = prod(shape[1:])
-        apart = GAP if kind.rank == 2 and isinstance(kind.shape[0], str) else 0
+        rows_apart = RowStride(pointer.side, pointer.index) in self.strided and isinstance(kind.shape[0], str)
+        apart = GAP if rows_apart else 0
         item = NUMPY_DTYPES[dtype].itemsize
         stride = width + apart
         rows = shape[0] if shape else 1
@@ -193,7 +195,9 @@ def execute(
     """Runs the launches; returns the outputs as they lie in memory, without padded rows. Writes `step.context`'s cache
     and states, as the reference does. `types` have symbols where rows are.
     """
-    machine = Machine(step, env)
+    calls = [call for call in launches(operator, attrs, types, env) if not isinstance(call, Collective)]
+    asked = {arg for call in calls for arg in call.args.values() if isinstance(arg, RowStride)}
+    machine = Machine(step, env, frozenset(asked))
     for name, array in step.arrays().items():
         machine.arrays[name] = machine.space(array.nbytes, "i32")
         machine.bytes(machine.arrays[name])[:] = array.reshape(-1).view(np.uint8)
@@ -203,10 +207,7 @@ def execute(
     for index, kind in enumerate(outputs):
         machine.value(Pointer("out", index), kind, None)
     caches, states = _place_cache(machine), _place_states(machine)
-    for call in launches(operator, attrs, types, env):
-        if not isinstance(call, Collective):
-            assert isinstance(call, CudaCall)
-            interpreter().run([resolve(call, machine.argument, step.symbols())])
+    interpreter().run([resolve(call, machine.argument, step.symbols()) for call in calls])
     for array, view in [*caches, *states]:
         array[...] = view
     results = []
@@ -214,16 +215,18 @@ def execute(
         value = machine.values[Pointer("out", index)]
         rows = len(value.view) - (step.padded if kind.shape[:1] in (("T",), ("S",)) else 0)
         results.append(value.view[:rows].copy())
-        _check_gaps(value, kind)
+        if RowStride("out", index) in machine.strided:
+            _check_gaps(value)
     return results
 
 
-def _check_gaps(value: Value, kind: TensorType) -> None:
+def _check_gaps(value: Value) -> None:
     """Between the rows of an output nothing was written."""
-    if kind.rank == 2 and isinstance(kind.shape[0], str) and len(value.view):
-        rows, width = value.view.shape
-        whole = np.lib.stride_tricks.as_strided(value.view, (rows, value.stride), value.view.strides)
-        assert (np.ascontiguousarray(whole[:, width:]).view(np.uint8) == UNWRITTEN).all()
+    flat = interpreter().memory[value.address.offset :].view(value.view.dtype)
+    width = prod(value.view.shape[1:])
+    for row in range(len(value.view) - 1):
+        gap = flat[row * value.stride + width : (row + 1) * value.stride]
+        assert (gap.view(np.uint8) == UNWRITTEN).all()
 
 
 def layer_bytes(step: Step, layer: int) -> int:
@@ -312,14 +315,14 @@ def check(
         )
     for layer, cache in wanted.kv.items():
         for want, got in ((cache.keys, step.context.kv[layer].keys), (cache.values, step.context.kv[layer].values)):
-            apart = np.abs(_ordered(want) - _ordered(got))
+            apart = np.abs(ordered(want) - ordered(got))
             assert not apart.size or apart.max() <= cache_ulps, f"cached numbers {apart.max()} apart"
     for state, array in wanted.states.items():
         np.testing.assert_allclose(step.context.states[state], array, rtol, atol, err_msg=f"state {state}")
     return found
 
 
-def _ordered(array: np.ndarray) -> np.ndarray:
+def ordered(array: np.ndarray) -> np.ndarray:
     """Floats as integers whose difference counts the numbers between them; every NaN is the same."""
     bits = array.view(f"i{array.itemsize}").astype(np.int64)
     ordered = np.where(bits < 0, -(bits & (2 ** (8 * array.itemsize - 1) - 1)), bits)
