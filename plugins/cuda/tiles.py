@@ -4,9 +4,10 @@ Comes in: sizes and dtypes of a product, the tactics of its operator. Goes out: 
 runtime, operators, Triton.
 
 Tactics name a blocking for each class of products: `wide` (many rows), `skinny` (a decode step's few rows, where
-reading the weights is all the work; `rows` is the most that a tile takes) and `exact` (f32 weights, without tensor
-cores). Each has `rows` and `columns` of a tile of results, `depth_bytes` of a weight's row that are read in one step,
-`warps`, and `stages`: steps whose numbers are under way at once.
+reading the weights is all the work; `rows` is the most that a tile takes), `int4` (many rows, INT4 weights: unpacking
+takes registers) and `exact` (f32 weights, without tensor cores). Each has `rows` and `columns` of a tile of results,
+`depth_bytes` of a weight's row that are read in one step, `warps`, and `stages`: steps whose numbers are under way at
+once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from llmc.plugins.cuda.rows import power_of_two
 SHARED_MEMORY: Mapping[int, int] = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Rows up to which a product is skinny.
 SKINNY_ROWS = 64
+#: Rows of a tile, at most, where x is converted to fewer bits on the way, which takes registers.
+CONVERTED_ROWS = 64
 #: Tensor cores take tiles of at least so many rows, and of so many bytes along k.
 LEAST_ROWS, LEAST_DEPTH_BYTES = 16, 32
 
@@ -56,17 +59,20 @@ def tiles(rows: Dim, depth: int, x: str, weights: Sequence[str], env: CudaEnv) -
     """For a product over `depth` numbers of an x stored as `x` with as many matrices at once as `weights` has dtypes:
     those share the columns of a tile. As many stages as fit the shared memory.
     """
-    few = skinny(rows, env)
-    item = NUMPY_DTYPES[weights[0]].itemsize
-    tactic = env.tactics["exact" if weights[0] == "f32" else "skinny" if few else "wide"]
+    few, weight = skinny(rows, env), weights[0]
+    multiplied = "bf16" if weight == "u4" else weight
+    item = NUMPY_DTYPES[multiplied].itemsize
+    wide = {"u4": "int4", "f32": "exact"}.get(weight, "wide")
+    tactic = env.tactics["skinny" if few and wide != "exact" else wide]
     height = tactic["rows"]
     if few:
         height = min(height, max(LEAST_ROWS, power_of_two(most_rows(rows, env))))
+    elif NUMPY_DTYPES[x].itemsize > item:
+        height = min(height, CONVERTED_ROWS)
     columns = max(LEAST_ROWS, tactic["columns"] // len(weights))
     step = _step(depth, tactic["depth_bytes"] // item, max(LEAST_DEPTH_BYTES // item, LEAST_ROWS))
-    x_item = NUMPY_DTYPES[x].itemsize
-    stage = step * (height * x_item + len(weights) * columns * item)
-    converted = 0 if x == weights[0] else 2 * step * (height + len(weights) * columns)
+    stage = step * (height * NUMPY_DTYPES[x].itemsize + len(weights) * columns * item)
+    converted = 0 if x == multiplied else 2 * step * (height + len(weights) * columns)
     stages = max(1, min(tactic["stages"], (SHARED_MEMORY[env.sm] - converted) // stage))
     return Tiles(height, columns, step, tactic["warps"], stages)
 

@@ -79,7 +79,7 @@ def _product(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[Tenso
     act, gate, _ = attrs.epilogue.partition("_gate")
     rows, width, depth = x.shape[0], int(outputs[0].shape[1]), int(w.shape[1])
     stored = "i8" if w.dtype == "i8" else env.stored.get(("in", 0), x.dtype)
-    cut = tiles(rows, depth, stored, ["bf16" if w.dtype == "u4" else w.dtype] * (2 if gate else 1), env)
+    cut = tiles(rows, depth, stored, [w.dtype] * (2 if gate else 1), env)
     args: dict[str, Arg | None] = {
         "x": Pointer("in", 0),
         "x_stride": row_stride("in", 0, x),

@@ -150,22 +150,19 @@ def int4_group(w, zero, column, group, START: tl.constexpr, row_bytes, zero_byte
     """Numbers minus zero point of a group of GROUP columns, as bf16[columns of the tile, GROUP]: exact. What lies
     beside the matrix is anything, and meets zeros of x. Two numbers lie in a byte, the even one low.
     """
-    zeros = tl.load(zero + column * zero_bytes + group // 2).to(tl.int32)
-    zeros = (zeros >> ((group % 2) * 4)) & 15
+    zeros = (tl.load(zero + column * zero_bytes + group // 2).to(tl.int32) >> ((group % 2) * 4)) & 15
     if START % 2 == 0:
         byte = group * (GROUP // 2) - START // 2 + tl.arange(0, GROUP // 2)
-        pair = tl.load(
-            w + column[:, None] * row_bytes + byte[None, :], mask=((byte >= 0) & (byte < row_bytes))[None, :], other=0
-        ).to(tl.int32)
+    else:
+        byte = (group * GROUP - START + tl.arange(0, GROUP)) // 2
+    inside = (byte >= 0) & (byte < row_bytes)
+    pair = tl.load(w + column[:, None] * row_bytes + byte[None, :], mask=inside[None, :], other=0)
+    if START % 2 == 0:
         numbers = tl.interleave(pair & 15, pair >> 4)
     else:
-        at = group * GROUP - START + tl.arange(0, GROUP)
-        byte = at // 2
-        pair = tl.load(
-            w + column[:, None] * row_bytes + byte[None, :], mask=((at >= 0) & (byte < row_bytes))[None, :], other=0
-        ).to(tl.int32)
-        numbers = (pair >> ((at % 2) * 4)[None, :]) & 15
-    return (numbers - zeros[:, None]).to(tl.bfloat16)
+        odd = (group * GROUP - START + tl.arange(0, GROUP)) % 2
+        numbers = (pair >> (odd * 4).to(tl.uint8)[None, :]) & 15
+    return (numbers.to(tl.int8) - zeros.to(tl.int8)[:, None]).to(tl.bfloat16)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Comes in: attributes and types. Goes out: `CudaCall`. Must not know: builder, ru
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -99,15 +99,24 @@ def _place(name: str, side: Side, index: int, x: TensorType, y: TensorType, args
     return " + ".join(terms)
 
 
-def _source(expr: str, y: TensorType, width: int, params: Sequence[str], loads: Sequence[str], store: str) -> str:
+def formula(expr: str, leaf: Callable[[int], str], block: str = "BLOCK") -> tuple[str, str]:
+    """Triton's text of an expression of blocks, `leaf` names input i's, and the import that it needs."""
     functions = Functions()
+
+    def text(operand: object) -> str:
+        return number(operand, block) if isinstance(operand, float) else str(operand)
 
     def call(name: str, *operands: object) -> str:
         if name == "pow" and isinstance(operands[1], float) and operands[1] in _POWERS:
-            return functions.call(_POWERS[operands[1]], _text(operands[0]))
-        return functions.call(name, *map(_text, operands))
+            return functions.call(_POWERS[operands[1]], text(operands[0]))
+        return functions.call(name, *map(text, operands))
 
-    value = _text(visit(expr, "x{}".format, float, call))
+    value = text(visit(expr, leaf, float, call))
+    return value, functions.imports()
+
+
+def _source(expr: str, y: TensorType, width: int, params: Sequence[str], loads: Sequence[str], store: str) -> str:
+    value, imports = formula(expr, "x{}".format)
     axes, rest = [], "row"
     for axis in range(y.rank - 2, 0, -1):
         axes.append(f"    a{axis} = {rest} % {y.shape[axis]}")
@@ -116,7 +125,7 @@ def _source(expr: str, y: TensorType, width: int, params: Sequence[str], loads: 
         "import triton",
         "import triton.language as tl",
         "",
-        functions.imports(),
+        imports,
         "",
         "@triton.jit",
         f"def formula({', '.join(params)}, BLOCK: tl.constexpr):",
@@ -131,7 +140,3 @@ def _source(expr: str, y: TensorType, width: int, params: Sequence[str], loads: 
         "",
     ]
     return "\n".join(lines)
-
-
-def _text(operand: object) -> str:
-    return number(operand) if isinstance(operand, float) else str(operand)

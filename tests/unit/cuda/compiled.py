@@ -26,7 +26,7 @@ def variants(operator: Operator, attrs: Any, types: Sequence[TensorType], env: C
     outputs = operator.infer(attrs, types)
     kinds = {("in", i): t for i, t in enumerate(types)} | {("out", i): t for i, t in enumerate(outputs)}
     dtypes = {Pointer(*place): env.stored.get(place, kind.dtype) for place, kind in kinds.items()}
-    strides = {RowStride(*place): int(kind.shape[-1]) for place, kind in kinds.items() if kind.rank}
+    strides = {RowStride(*place): int(kind.shape[-1]) for place, kind in kinds.items() if kind.rank > 1}
     calls = launches(operator, attrs, types, env)
     return [variant(call, env.sm, dtypes, strides) for call in calls if isinstance(call, CudaCall)]
 
