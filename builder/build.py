@@ -48,7 +48,7 @@ from llmc.builder.weights.recipe import parse
 from llmc.builder.weights.rounded import open_rounded, weight_name
 from llmc.builder.weights.source import ModelWeights
 from llmc.builder.weights.stream import write_weights
-from llmc.profiles import TargetDescription, load_profile, load_target
+from llmc.profiles import CudaTarget, TargetDescription, load_profile, load_target
 
 __all__ = [
     "BuildOptions",
@@ -104,10 +104,11 @@ def run_stages(
     stop_after: str,
 ) -> None:
     """Traces the model and runs its passes up to `stop_after`, and nothing else. Raises LlmcError."""
-    profile = resolved_profile(checkpoint, options, load_target(options.target))
+    target = load_target(options.target)
+    profile = resolved_profile(checkpoint, options, target)
     traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
-        compile_options = _compile_options(checkpoint, options, table, kv, traced)
+        compile_options = _compile_options(checkpoint, options, target, table, kv, traced)
         for stage in pipeline.stages(traced.graph, compile_options, stop_after):
             watch(stage)
 
@@ -187,7 +188,7 @@ def _front(
 ) -> _Front:
     traced = _traced(checkpoint, options, profile, progress)
     with progress.stage("passes"):
-        compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, table, kv, traced), watch)
+        compiled = pipeline.run(traced.graph, _compile_options(checkpoint, options, target, table, kv, traced), watch)
     with progress.stage("lower"):
         lowered = lower(compiled.graphs, profile, target, compiled.kv_dtype, compiled.vocab)
     vocab_size = checkpoint.model_info().vocab_size
@@ -211,6 +212,7 @@ def _traced(checkpoint: Checkpoint, options: BuildOptions, profile: ShapeProfile
 def _compile_options(
     checkpoint: Checkpoint,
     options: BuildOptions,
+    target: TargetDescription,
     table: CalibrationTable | None,
     kv: KVScaleTable | None,
     traced: Traced,
@@ -228,6 +230,7 @@ def _compile_options(
         fp8_activations=options.fp8_activations,
         lm_head_dtype=options.lm_head_dtype,
         own=checkpoint.quantization,
+        rounds_apart=isinstance(target, CudaTarget),
         verifier=verifier,
     )
 

@@ -1,0 +1,234 @@
+"""A plan "run" on a driver that only records: what cuda-python is handed, launch by launch. Not run on a GPU.
+
+The whole runtime takes part, processes and all: the survey of GPUs, a rank, mixed steps, decodes as graphs, blocks that
+move. The arguments are read back as the cubins' own parameter tables say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llmc
+from llmc.artifacts.cuda_program import Address, AllReduce, CudaProgram, Float, Int, Steps, Symbol, decode_program
+from llmc.artifacts.plan import Plan
+from llmc.builder.cuda.cubin import resources
+from tests.models import save_checkpoint
+
+HERE = Path(__file__).parent
+#: What runs on the recording driver: mixed, decodes in one bucket and another, blocks out and in.
+SCRIPT = """
+import sys
+from array import array
+from llmc.artifacts.plan import Plan
+from llmc.runtime.executor import Executor
+from llmc.runtime.step import Chunk, Copies, StepBatch
+
+def chunk(start, count, block, rows=1):
+    return Chunk(array("i", [5] * count), start, array("i", [block]), rows, 0)
+
+with Executor(Plan.open(sys.argv[1]), num_blocks=4, host_bytes=1 << 20) as executor:
+    executor.run(StepBatch([chunk(0, 9, 0), chunk(0, 3, 1, 0)]))
+    executor.run(StepBatch([chunk(9, 1, 0)]))
+    executor.run(StepBatch([chunk(10, 1, 0), chunk(3, 1, 1), chunk(0, 1, 2)]))
+    executor.run(StepBatch([chunk(11, 1, 0), chunk(4, 1, 1), chunk(1, 1, 2), chunk(0, 1, 3)]))
+    executor.copy(Copies(blocks_out=[(1, 0)], blocks_in=[(2, 0)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the recording libcuda.so.1."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = ["-Wall", "-Werror", "-O1", str(HERE / "fake_driver.c"), "-o", str(folder / "libcuda.so.1"), "-ldl"]
+    subprocess.run(["gcc", "-shared", "-fPIC", *source], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("plan")
+    profile = folder / "small.yaml"
+    profile.write_text("token_ranges: [{min: 1, max: 32}]\nmax_num_seqs: 8\nmax_seq_len: 64\n")
+    model = save_checkpoint(folder / "tiny", "llama")
+    report = llmc.build(model, folder / "x.plan", precision="bf16", target="cuda:sm_90", profile=str(profile))
+    assert report.quality["run"] == "not run: no GPU"
+    assert report.quality["verdict"] == "not judged"
+    return Plan.open(folder / "x.plan")
+
+
+def run(script: str, arguments: list[str], driver: Path, **machine: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), **machine}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@dataclass
+class Recorded:
+    """The lines of a rank's log, and what they say of memory."""
+
+    lines: list[list[str]]
+
+    @property
+    def allocations(self) -> list[tuple[int, int]]:
+        return [(int(line[1], 16), int(line[2])) for line in self.lines if line[0] in ("alloc", "pinned")]
+
+    def launches(self, captured: bool) -> list[list[str]]:
+        """Those that were done, or those that were recorded."""
+        first = ["captured", "launch"] if captured else ["launch"]
+        return [line[len(first) - 1 :] for line in self.lines if line[: len(first)] == first]
+
+
+@pytest.fixture(scope="module")
+def recorded(plan: Plan, driver: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    log = tmp_path_factory.mktemp("log") / "driver.log"
+    done = run(SCRIPT, [str(plan.path)], driver, FAKE_CUDA_LOG=str(log))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in log.read_text().splitlines()]
+    # The survey's process comes first: it allocates nothing.
+    return Recorded(lines)
+
+
+def program_of(plan: Plan) -> CudaProgram:
+    return decode_program(plan.section("code/rank0.json"), "rank 0")
+
+
+def spaces(plan: Plan, recorded: Recorded, program: CudaProgram) -> dict[str, tuple[int, int]]:
+    """Address and size of each space and array, in the order in which a rank allocates them."""
+    wanted = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "arrays")
+    found = dict(zip(wanted, recorded.allocations, strict=False))
+    base, _ = found.pop("arrays")
+    for name, count in program.step_arrays().items():
+        found[name] = base, 4 * count
+        base += -(-4 * count // 256) * 256
+    return found
+
+
+def expected(steps: Steps, program: CudaProgram, symbols: dict[str, int], places: dict[str, tuple[int, int]]) -> Any:
+    """(kernel's name, grid, threads, shared memory, (size, value) of each argument) of each launch."""
+    for launch in steps.launches:
+        assert not isinstance(launch, AllReduce)
+        blocks = launch.blocks(symbols)
+        if not all(blocks):
+            continue
+        kernel = program.kernels[launch.kernel]
+        yield kernel.entry, blocks, kernel.threads, kernel.shared, [_value(a, symbols, places) for a in launch.args]
+
+
+def _value(arg: Any, symbols: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    import struct
+
+    match arg:
+        case Address("null"):
+            return 8, 0
+        case Address(space, offset):
+            base, size = places[space]
+            assert 0 <= offset < max(size, 1), f"{arg} is outside of {size} bytes"
+            return 8, base + offset
+        case Symbol(name):
+            return 4, symbols[name]
+        case Int(value):
+            return 4, value & 0xFFFFFFFF
+        case Float(value):
+            return 4, int(struct.unpack("<I", struct.pack("<f", value))[0])
+    raise AssertionError(arg)
+
+
+def seen(line: list[str]) -> Any:
+    _, _, name, grid, threads, shared, *arguments = line
+    values = [(int(size), int(value, 16)) for size, value in (a.split(":") for a in arguments)]
+    blocks = tuple(int(n) for n in grid.split(","))
+    return name, blocks, int(threads.split(",")[0]), int(shared), values
+
+
+def test_every_launch_is_what_the_program_says(plan: Plan, recorded: Recorded) -> None:
+    program = program_of(plan)
+    places = spaces(plan, recorded, program)
+    decode, mixed = program.steps
+    first = {"T": 12, "S": 1, "num_seqs": 2, "max_context": 9}
+    buckets = [{"T": n, "S": n, "num_seqs": n, "max_context": 64} for n in (1, 4)]
+    want = list(expected(mixed, program, first, places))
+    for symbols in buckets:  # each is launched once as it is, and then recorded
+        want += expected(decode, program, symbols, places)
+    assert [seen(line) for line in recorded.launches(captured=False)] == want
+    captured = [launch for symbols in buckets for launch in expected(decode, program, symbols, places)]
+    assert [seen(line) for line in recorded.launches(captured=True)] == captured
+
+
+def test_graphs_are_recorded_once_and_replayed(recorded: Recorded) -> None:
+    order = [line for line in recorded.lines if line[-2:-1] in (["end"], ["replay"]) or line == ["begin"]]
+    # One sequence: recorded. Three are padded to four, and recorded; four are that graph again.
+    assert order == [["begin"], ["end", "0"], ["begin"], ["end", "1"], ["replay", "1"]]
+
+
+def test_a_graph_uploads_its_arrays_and_downloads_its_logits(plan: Plan, recorded: Recorded) -> None:
+    program = program_of(plan)
+    places = spaces(plan, recorded, program)
+    inside = [line[1:] for line in recorded.lines if line[0] == "captured"]
+    second = inside[len(inside) // 2 :]
+    uploads = {int(line[1], 16): int(line[3]) for line in second if line[0] == "upload"}
+    sizes = {"ids": 4, "positions": 4, "sequence": 4, "query_start": 5, "context_len": 4, "state_slots": 4, "rows": 4,
+             "block_tables": 4 * program.table_stride}  # fmt: skip
+    assert uploads == {places[name][0]: 4 * count for name, count in sizes.items()}
+    (rows,) = [line for line in second if line[0] == "rows"]
+    assert [int(n) for n in rows[2:3]] == [4 * program.vocab]
+    assert int(rows[3], 16) == places["logits"][0]
+    assert [int(n) for n in rows[4:]] == [4 * program.vocab, 4 * program.vocab, 4]
+
+
+def test_no_space_overlaps_another_and_each_is_as_large_as_planned(plan: Plan, recorded: Recorded) -> None:
+    program = program_of(plan)
+    rank = plan.manifest.ranks[0]
+    sizes = [max(n, 1) for n in (rank.weights_bytes, plan.manifest.shared_bytes, len(program.constants),
+             rank.arena_bytes, 4 * rank.kv_block_bytes, 0, 4 * program.max_num_seqs * program.vocab)]  # fmt: skip
+    assert [size for _, size in recorded.allocations][: len(sizes)] == sizes
+    ordered = sorted(recorded.allocations)
+    for (start, size), (following, _) in itertools.pairwise(ordered):
+        assert start + size <= following
+
+
+def test_blocks_go_out_before_others_come_in(plan: Plan, recorded: Recorded) -> None:
+    block = plan.manifest.ranks[0].kv_block_bytes
+    kv = spaces(plan, recorded, program_of(plan))["kv"][0]
+    (out,) = [line for line in recorded.lines if line[0] == "download"]
+    back = recorded.lines[recorded.lines.index(out) + 1]
+    host, pool, size = int(out[1], 16), int(out[2], 16), int(out[3])
+    assert (pool, size) == (kv + block, block)
+    assert back[0] == "upload"
+    assert [int(back[1], 16), int(back[2], 16), int(back[3])] == [kv + 2 * block, host, block]
+
+
+def test_cubins_say_themselves_what_programs_pass(plan: Plan) -> None:
+    program = program_of(plan)
+    for kernel in program.kernels:
+        found = resources(bytes(plan.section(kernel.section)))
+        assert (found.entry, found.threads) == (kernel.entry, kernel.threads)
+        assert len(found.parameters) == len(kernel.parameters)
+    used = {kernel.section for kernel in program.kernels}
+    assert used == {s.name for s in plan.manifest.sections if s.name.endswith(".cubin")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"FAKE_CUDA_DRIVER": "12080"}, "driver is of CUDA 12.8, and this plan needs 13.0 or later"),
+        ({"FAKE_CUDA_SM": "89"}, "built for cuda:sm_90, and GPU 0 (Fake 0) is of sm_89"),
+        ({"FAKE_CUDA_GPUS": "0"}, "has 1 ranks, each on a GPU of its own, and this machine shows 0 GPU(s)"),
+        ({"FAKE_CUDA_FREE": "1000000"}, "does not fit GPU 0 (Fake 0)"),
+    ],
+)
+def test_what_the_driver_says_is_refused_before_anything_is_allocated(
+    plan: Plan, driver: Path, machine: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    done = run(SCRIPT, [str(plan.path)], driver, FAKE_CUDA_LOG=str(log), **machine)
+    assert done.returncode == 1
+    assert words in done.stderr.splitlines()[-1]
+    assert "alloc" not in (log.read_text() if log.exists() else "")

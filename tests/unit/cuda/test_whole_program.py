@@ -1,0 +1,78 @@
+"""Whole programs of the cuda targets, interpreted, beside the CPU engine of the same model: prefill in chunks, mixed
+steps, decodes with empty sequences beside them; bf16 and FP8, one rank and two. Not run on a GPU.
+
+The CPU engine multiplies in float32 and the programs round inputs to bf16, or with FP8 round them as FP8: the logits
+differ by that, and the best tokens are the same wherever the CPU engine prefers one by more than that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.artifacts.schema import ShapeProfile, TokenRange
+from llmc.builder import pipeline
+from llmc.builder.cuda.lower import lower
+from llmc.builder.interpreter import Batch
+from llmc.builder.pipeline import CompileOptions
+from llmc.builder.trace import trace_model
+from llmc.profiles import CudaTarget, load_target
+from tests.models import VOCAB, tiny_config, tiny_model
+from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
+from tests.unit.builder.weights_of import Tensors, model_tensors
+from tests.unit.cuda.whole_program import whole_program
+
+torch.set_num_threads(1)
+PROFILE = ShapeProfile("test", (TokenRange(1, 1, 4), TokenRange(5, 64, 64)), 8, 256, 16)
+CAPACITIES = (30, 20, 20)
+BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
+#: Tokens of each sequence in each step: prefill, a chunk beside decodes, decodes.
+STEPS = ((17, 5, 0), (1, 1, 3), (1, 1, 1), (1, 0, 1))
+#: precision, ranks, and the root mean square of the difference, in that of the logits, that rounding explains.
+CASES = [("bf16", 1, 0.02), ("bf16", 2, 0.02), ("fp8", 1, 0.04), ("fp8", 2, 0.04)]
+
+
+@cache
+def model() -> tuple[Any, Tensors]:
+    traced = trace_model(tiny_config("llama"))
+    return traced.graph, model_tensors(tiny_model("llama"), traced.buffers)
+
+
+def steps(graph: Any, run: Any) -> list[np.ndarray]:
+    """The logits of each step; the same tokens for everybody."""
+    rng, running = np.random.default_rng(0), Batch(graph, CAPACITIES, block_size=16)
+    return [run(*running.step([rng.integers(0, VOCAB, n).tolist() for n in counts])) for counts in STEPS]
+
+
+def cpu_logits(precision: str, tp: int) -> list[np.ndarray]:
+    options = CompileOptions(precision=precision, kv_dtype="bf16", tp=tp, fp8_activations="token")
+    lowered = lower_for_test(pipeline.run(model()[0], options), PROFILE)
+    engines = Engines(lowered, compile_all([lowered])[0], model()[1], BLOCKS)
+    try:
+        return steps(lowered.programs[0].graph, engines.run)
+    finally:
+        engines.close()
+
+
+@pytest.mark.parametrize(("precision", "tp", "most"), CASES, ids=str)
+def test_a_program_computes_what_the_cpu_engine_computes(precision: str, tp: int, most: float) -> None:
+    target = load_target("cuda:sm_90")
+    assert isinstance(target, CudaTarget)
+    options = CompileOptions(precision=precision, kv_dtype="bf16", tp=tp, fp8_activations="token", rounds_apart=True)
+    compiled = pipeline.run(model()[0], options)
+    lowered = lower(compiled.graphs, PROFILE, target, compiled.kv_dtype, compiled.vocab)
+    want = cpu_logits(precision, tp)
+    with whole_program(lowered, model()[1], BLOCKS) as program:
+        have = steps(compiled.graphs[0], lambda inputs, context: program.run(inputs, context, padded=2))
+    for counts, mine, theirs in zip(STEPS, have, want, strict=True):
+        scale = np.sqrt(np.mean(theirs**2))
+        assert np.sqrt(np.mean((mine - theirs) ** 2)) <= most * scale, counts
+        best = theirs.argmax(axis=1)
+        second = np.sort(theirs, axis=1)[:, -2]
+        clear = theirs.max(axis=1) - second > 4 * most * scale
+        assert (mine.argmax(axis=1) == best)[clear].all()
+        assert clear.any()
