@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @click.option("--graph", is_flag=True, help="Print the compiled graph of each rank.")
 @click.option("--command", "as_command", is_flag=True, help="Print the `llmc build` command that makes the same bytes.")
 @click.option("--config", "as_config", is_flag=True, help="Print the same as a file for `llmc build --config`.")
+@click.option("--kernels", is_flag=True, help="Print what became of each kernel of a GPU: registers, memory, spills.")
 @click.option("--rank", type=int, help="With --graph: this rank only.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
 @click.option("--dump", type=click.Path(path_type=Path), help="With --html: what --dump wrote in the same build.")
@@ -27,6 +28,7 @@ def command(
     graph: bool,
     as_command: bool,
     as_config: bool,
+    kernels: bool,
     rank: int | None,
     html: Path | None,
     dump: Path | None,
@@ -35,7 +37,10 @@ def command(
     from llmc.artifacts.errors import UsageError
     from llmc.artifacts.plan import Plan
 
-    forms = {"--json": as_json, "--graph": graph, "--command": as_command, "--config": as_config, "--html": html}
+    forms = {
+        "--json": as_json, "--graph": graph, "--command": as_command, "--config": as_config, "--kernels": kernels,
+        "--html": html,
+    }  # fmt: skip
     if len(chosen := [name for name, given in forms.items() if given]) > 1:
         raise UsageError(f"{' and '.join(chosen)} exclude one another: each prints a text of its own")
     if rank is not None and not graph:
@@ -49,6 +54,8 @@ def command(
         _print_graphs(opened, rank)
     elif as_json:
         _print_json(opened)
+    elif kernels:
+        _print_kernels(opened)
     elif as_command or as_config:
         from llmc.cli import reproduce
 
@@ -82,6 +89,34 @@ def _print_json(plan: Plan) -> None:
     if "report.json" in plan:
         out["report"] = json.loads(bytes(plan.section("report.json")))
     click.echo(json.dumps(out, indent=2))
+
+
+def _print_kernels(plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.artifacts.cuda_program import decode_program
+    from llmc.artifacts.errors import UsageError
+    from llmc.builder.cuda.report import kernel_reports
+
+    target = plan.manifest.target
+    if target.kind != "cuda":
+        raise UsageError(f"--kernels: {plan.path} is for {target.kind}:{target.isa}; only plans for cuda have cubins")
+    sections = [rank.code for rank in plan.manifest.ranks]
+    programs = [decode_program(plan.section(name), f"{plan.path}: {name}") for name in sections]
+    reports = kernel_reports(programs, lambda name: bytes(plan.section(name)))
+    table = Table(
+        "kernel", "launches", "threads", "registers", "shared B", "spilled B", "tensor cores", "for", box=None
+    )
+    for r in reports:
+        cores = r.tensor_cores
+        used = "not known" if cores is None else ", ".join(f"{name} x{n}" for name, n in cores.items()) or "none"
+        numbers = (r.launches, r.threads, r.registers, r.shared, r.spilled)
+        table.add_row(r.entry, *map(str, numbers), used, ", ".join(r.operators))
+    console = Console()
+    console.print(table)
+    if any(r.tensor_cores is None for r in reports):
+        console.print("tensor cores are not known without nvdisasm: pip install 'llmc[cuda-build]' brings it")
 
 
 def _print_summary(plan: Plan) -> None:

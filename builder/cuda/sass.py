@@ -18,6 +18,9 @@ from llmc.artifacts.errors import EnvironmentFault
 #: An instruction's name behind its address, and behind its predicate if it has one.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
+#: What tensor cores do: warp (HMMA: floats, QMMA: FP8, IMMA: INT8), warp group (..GMMA), tensor memory (UTC..MMA).
+_TENSOR_CORES = re.compile(r"(?:[HQIO]G?MMA|UTC\w*MMA)(?:\.|$)")
+
 
 def disassembler() -> str | None:
     """The path of `nvdisasm`: Triton's own, or that of a CUDA toolkit; None where there is neither."""
@@ -44,3 +47,8 @@ def instructions(code: bytes) -> Counter[str]:
     if done.returncode != 0:
         raise EnvironmentFault(f"{tool} cannot read the cubin: {(done.stderr or done.stdout).strip()}")
     return Counter(_INSTRUCTION.findall(done.stdout))
+
+
+def tensor_cores(code: bytes) -> dict[str, int]:
+    """Those of `instructions` that tensor cores carry out, in the order of their names."""
+    return {name: count for name, count in sorted(instructions(code).items()) if _TENSOR_CORES.match(name)}

@@ -9,16 +9,13 @@ from typing import Any
 from llmc.artifacts.types import TensorType
 from llmc.builder.cuda.compile import CudaCompiler, cubin_cache
 from llmc.builder.cuda.cubin import Cubin, resources
-from llmc.builder.cuda.sass import instructions
+from llmc.builder.cuda.sass import tensor_cores as tensor_cores_of
 from llmc.builder.cuda.variant import Variant, variant
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import CudaCall, CudaEnv
 from llmc.plugins.cuda.tiles import SHARED_MEMORY
 from llmc.plugins.operator import Operator
 from tests.unit.cuda.harness import launches
-
-#: As `cuobjdump -sass` names what tensor cores do.
-TENSOR_CORES = re.compile(r"^(?:HMMA|QMMA|IMMA|OMMA|HGMMA|QGMMA|IGMMA|UTC\w*MMA)")
 
 
 def variants(operator: Operator, attrs: Any, types: Sequence[TensorType], env: CudaEnv) -> list[Variant]:
@@ -44,5 +41,5 @@ def check_cubin(cubin: Cubin, sm: int, tensor_cores: str | None = None) -> None:
     assert len(found.parameters) == len(cubin.parameters)
     assert found.threads == 32 * cubin.num_warps
     if tensor_cores is not None:
-        used = {name for name in instructions(cubin.code) if TENSOR_CORES.match(name)}
+        used = tensor_cores_of(cubin.code)
         assert any(re.match(tensor_cores, name) for name in used), f"{cubin.entry} for sm_{sm} has {used or 'none'}"
