@@ -172,11 +172,8 @@ class Plan:
         file, raw = _read_manifest(path)
         plan = cls(path, _decode_manifest(path, raw), hashlib.sha256(raw).hexdigest(), file)
         plan._check_layout()
-        if verify and (bad := plan.altered_sections()):
-            raise PlanError(
-                f"{path}: section {', '.join(bad)} does not match its SHA-256 in the manifest: the file was altered or "
-                f"damaged. Copy it again or rebuild it"
-            )
+        if verify:
+            plan.require_unaltered()
         return plan
 
     def __contains__(self, name: str) -> bool:
@@ -199,9 +196,19 @@ class Plan:
         except KeyError:
             raise PlanError(f"{self.path}: has no section {name!r}; rebuild it with this version of llmc") from None
 
-    def altered_sections(self) -> list[str]:
-        """Names of the sections whose bytes do not match the manifest."""
-        sections = self.manifest.sections
+    def require_unaltered(self, but: tuple[str, ...] = ()) -> None:
+        """Raises PlanError naming the sections whose bytes do not match the manifest. Those whose names begin with one
+        of `but` are passed over: somebody else checks them.
+        """
+        if bad := self.altered_sections(but):
+            raise PlanError(
+                f"{self.path}: section {', '.join(bad)} does not match its SHA-256 in the manifest: the file was "
+                f"altered or damaged. Copy it again or rebuild it"
+            )
+
+    def altered_sections(self, but: tuple[str, ...] = ()) -> list[str]:
+        """Names of the sections whose bytes do not match the manifest, without those that begin with one of `but`."""
+        sections = [section for section in self.manifest.sections if not section.name.startswith(but)]
         with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets others run
             digests = pool.map(lambda s: hashlib.sha256(self.section(s.name)).hexdigest(), sections)
             return [s.name for s, digest in zip(sections, digests, strict=True) if digest != s.sha256]

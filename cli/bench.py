@@ -108,7 +108,7 @@ def bench_plan(
         from llmc.cli.build import require_build_libraries
 
         require_build_libraries()
-    profile = require_verified(plan, model).manifest.profile
+    profile = require_verified(plan, model, sections=False).manifest.profile
     longest = profile.max_seq_len - decode_tokens
     if longest < 1:
         raise UsageError(f"--decode-tokens {decode_tokens}: the plan takes {profile.max_seq_len} in all")

@@ -63,7 +63,6 @@ def command(
 ) -> None:
     """Answer one prompt with PLAN. The text goes to stdout, load time and speed to stderr."""
     from llmc.artifacts.errors import UsageError
-    from llmc.artifacts.verify import require_verified
     from llmc.runtime.engine import Engine
 
     if (prompt is None) == (chat is None):
@@ -77,7 +76,7 @@ def command(
     if table and as_json:
         raise UsageError("--table and --json exclude one another")
     began = time.perf_counter()
-    with Engine(require_verified(plan), kv_bytes=kv_bytes, threads=threads) as engine:
+    with Engine(plan, kv_bytes=kv_bytes, threads=threads) as engine:
         load_seconds = time.perf_counter() - began
         given = {name: value for name, value in sampling.items() if value is not None and value != ()}
         params = engine.text.params(given)

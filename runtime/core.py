@@ -76,6 +76,7 @@ class Core:
             step_timeout=options.step_timeout,
             watch=channel.fileno(),
             on_wait=self._beat,
+            verify=options.verify,
         )
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
         caching = options.reuses_prefixes(plan.manifest)

@@ -68,8 +68,8 @@ class Engine:
     """
 
     def __init__(self, plan: str | Path | Plan, *, core_command: Seq[str] | None = None, **options: Any) -> None:
-        opened = plan if isinstance(plan, Plan) else Plan.open(plan)
-        wanted = CoreOptions.of(options)
+        opened = plan if isinstance(plan, Plan) else Plan.open(plan, verify=False)
+        wanted = CoreOptions.of({"verify": opened is not plan, **options})
         self.plan = opened
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llmc-engine", daemon=True)

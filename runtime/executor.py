@@ -1,6 +1,6 @@
 """The ranks of a plan as processes, and a step as one call.
 
-Comes in: an open, verified `Plan`, `StepBatch`es. Goes out: logits. Must not know: requests, scheduling, sampling.
+Comes in: an open `Plan`, `StepBatch`es. Goes out: logits. Must not know: requests, scheduling, sampling.
 
 Ranks share one anonymous memory file with this process: step arrays, logits and the memory where their compiled code
 meets. A step is announced over a socket a rank, and answered there, so that one wait sees an answer, a death and time
@@ -94,7 +94,8 @@ class Executor:
     `threads` are per rank (default: the usable processors shared out evenly), `kv_bytes` is for all ranks together,
     `num_blocks` says the same in blocks, `host_bytes` is what `copy` may fill. `watch` is a descriptor whose hang-up
     ends a step with ParentGone. With `timed` each launch's time is noted, for `launch_seconds`. `on_wait` is called
-    twice a second while it waits. Raises LlmcError where the plan cannot be loaded here.
+    twice a second while it waits. With `verify` the plan's sections are compared with their hashes, while the ranks'
+    processes start and before anything of it is loaded. Raises LlmcError where the plan cannot be loaded here.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Executor:
         watch: int | None = None,
         timed: bool = False,
         on_wait: Callable[[], None] = lambda: None,
+        verify: bool = False,
     ) -> None:
         plan.check_machine()
         manifest, profile = plan.manifest, plan.manifest.profile
@@ -138,20 +140,20 @@ class Executor:
             stamps=max(rank.launches for rank in manifest.ranks) + 1 if timed else 0,
             ranks=tp,
         )
-        #: For sampling. Of a cpu plan rank 0's code, loaded here too, which also calls the ranks off.
-        self.library: HostLibrary
-        if manifest.target.kind == "cuda":
-            self.library = HostLibrary(plan.section(HOST_LIBRARY), f"{plan.path}: {HOST_LIBRARY}")
-        else:
-            self.library = Library(plan.section(manifest.ranks[0].code), f"{plan.path}: code of rank 0")
         self._watch = watch
         self._on_wait = on_wait
         self._num_rows = 0  # of the step that was begun last
         self._stopped_since: float | None = None
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
+        self._loaded = False
         memory_fd = os.memfd_create("llmc-step")
         try:
+            self._spawn(memory_fd)  # what they import takes longer than all that follows
+            if verify:
+                plan.require_unaltered()
+            #: For sampling. Of a cpu plan rank 0's code, loaded here too, which also calls the ranks off.
+            self.library = self._load_library()
             os.ftruncate(memory_fd, layout.size)
             self._memory = StepMemory(layout, memory_fd)
             self._start(layout, memory_fd)
@@ -161,17 +163,24 @@ class Executor:
         finally:
             os.close(memory_fd)
 
-    def _start(self, layout: StepLayout, memory_fd: int) -> None:
-        manifest = self.plan.manifest
-        ranks = []
-        for program in manifest.ranks:
+    def _spawn(self, memory_fd: int) -> None:
+        for program in self.plan.manifest.ranks:
             rank = _Rank(program.rank, (memory_fd, self.plan.descriptor))
-            ranks.append(rank)
             self._ranks[rank.socket.fileno()] = rank
             self._poll.register(rank.socket, select.POLLIN)
         if self._watch is not None:
             self._poll.register(self._watch, 0)  # hang-ups are always reported
-        for rank, program in zip(ranks, manifest.ranks, strict=True):
+
+    def _load_library(self) -> HostLibrary:
+        plan = self.plan
+        if plan.manifest.target.kind == "cuda":
+            return HostLibrary(plan.section(HOST_LIBRARY), f"{plan.path}: {HOST_LIBRARY}")
+        return Library(plan.section(plan.manifest.ranks[0].code), f"{plan.path}: code of rank 0")
+
+    def _start(self, layout: StepLayout, memory_fd: int) -> None:
+        manifest = self.plan.manifest
+        self._loaded = True
+        for rank, program in zip(self._ranks.values(), manifest.ranks, strict=True):
             spans = [self._span(name) for name in (program.code, program.weights, manifest.shared_weights)]
             config = RankConfig(
                 rank=program.rank,
@@ -324,7 +333,7 @@ class Executor:
     def close(self) -> None:
         """Ends the ranks, by force if they do not go; safe to call twice."""
         ranks, self._ranks = list(self._ranks.values()), {}
-        if ranks and self.plan.manifest.comm_bytes and isinstance(self.library, Library):
+        if self._loaded and ranks and self.plan.manifest.comm_bytes and isinstance(self.library, Library):
             self.library.abort(self._memory.comm)  # a rank that waits for another would not see its socket close
         for rank in ranks:
             rank.socket.close()

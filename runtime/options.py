@@ -30,9 +30,10 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     `prefix_cache` does nothing for a model that carries a recurrent state: nothing of a prefix could be taken over.
     `kv_bytes` counts all ranks, `num_blocks` says the same in blocks and wins; `threads` are per rank. `step_timeout`
-    is how many seconds a step may take before its ranks count as hung. `verified` is the digest of a plan whose
-    sections whoever starts the core has just checked: the core then does not hash them again. `front_stop_timeout` is
-    how many seconds the process that started the core may be stopped (SIGSTOP) before the core kills it (None: never).
+    is how many seconds a step may take before its ranks count as hung. `digest` is that of the plan which whoever
+    starts the core has opened; with `verify` the core compares the plan's sections with their hashes, which somebody
+    has done otherwise. `front_stop_timeout` is how many seconds the process that started the core may be stopped
+    (SIGSTOP) before the core kills it (None: never).
 
     With `overlap` a step is composed while the one before it is computed. `max_num_queued_reqs` bounds the sequences
     that wait for their first admission, `queue_timeout` the seconds for which they do; None: no bound. `itl_budget_ms`
@@ -50,7 +51,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_cache: bool = True
     overlap: bool = True
     step_timeout: float = 60.0
-    verified: str | None = None
+    digest: str | None = None
+    verify: bool = True
     front_stop_timeout: float | None = None
     max_num_queued_reqs: int | None = None
     queue_timeout: float | None = None

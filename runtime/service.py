@@ -22,6 +22,8 @@ from llmc.runtime.messages import Abort, FromCore, Ready, Shutdown, Submit
 from llmc.runtime.model_text import ModelText
 from llmc.runtime.options import CoreOptions
 
+#: Sections that only the core and its ranks read.
+_OF_THE_CORE = ("weights/", "code/", "graph/")
 _WATCH_SECONDS = 0.5
 #: A core that has loaded speaks at least once a second. So long it may say nothing, in seconds.
 _SILENT_SECONDS = 8.0
@@ -55,10 +57,12 @@ class Service:
     ) -> Self:
         """Starts the core and reads the tokenizer meanwhile; `wait_ready` tells when requests may come.
 
-        `plan` has been verified by whoever opened it.
+        What is read here of a plan that nobody has verified (`options.verify`) is verified here, the rest by the core.
         """
         options.check(plan.manifest.profile)
-        options = msgspec.structs.replace(options, verified=plan.digest)
+        if options.verify:
+            plan.require_unaltered(but=_OF_THE_CORE)
+        options = msgspec.structs.replace(options, digest=plan.digest)
         service = cls(plan, options, observer, progress_deadline)
         service.process = CoreProcess(plan.path, options, command)
         try:

@@ -82,7 +82,7 @@ def serve(
     `core_command` stands in for the core in tests; after `progress_deadline` seconds without a step it is not ready.
     """
     check_tls(config.certificate, config.certificate_key)
-    plan = require_verified(config.plan, config.model, config.lock)
+    plan = require_verified(config.plan, config.model, config.lock, sections=False)  # the core does, as it starts
     options = msgspec.structs.replace(config.options, front_stop_timeout=FRONT_STOP_SECONDS)
     options.check(plan.manifest.profile)
     config = dataclasses.replace(config, options=options)
