@@ -20,6 +20,7 @@ COMMANDS = {
     "estimate": "Say what a model needs of a GPU, and how fast it can be.",
     "calibrate": "Measure activation ranges and write a calibration table.",
     "opt": "Run passes alone on the text of a graph.",
+    "export": "Write a plan's graph and weights as ONNX.",
     "inspect": "Show what a plan is made of and pinned to.",
     "verify": "Check a plan: hashes, checkpoint, lock, golden answers.",
     "run": "Answer one prompt or chat on the terminal.",

@@ -41,6 +41,21 @@ def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.nda
     return np.ascontiguousarray(np.moveaxis(packed, 1, -1)).view(value.dtype)
 
 
+def unpack_panels(packed: np.ndarray, shape: tuple[int, ...], *, gated: bool = False) -> np.ndarray:
+    """What `pack_panels` was given: [N, K], [E, N, K] or [N] of f32, bf16 or f8e4m3."""
+    if len(shape) == 3:
+        return np.stack([unpack_panels(panels, shape[1:], gated=gated) for panels in packed])
+    width = packed.shape[-1]
+    rows, missing = _rows(shape[0], width, gated)
+    if packed.dtype == NUMPY_DTYPES["f8e4m3"]:
+        order = (np.arange(0, width, 32)[:, None] + _GROUP).ravel()
+        rows, missing = rows[:, order], missing[:, order]
+    bits = np.moveaxis(packed.view(_INTEGERS[packed.itemsize]), -1, 1)
+    value = np.empty(shape, bits.dtype)
+    value[rows[~missing]] = bits[~missing]
+    return value.view(packed.dtype)
+
+
 def _rows(count: int, width: int, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     """i64[panels, width]: which row stands where; bool of the same shape: where none does (the row is then 0)."""
     sides = 2 if gated else 1

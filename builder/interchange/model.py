@@ -1,0 +1,133 @@
+"""The ONNX model of a fused graph, its weights named and not held. Comes in: a graph of one rank, the cache's dtype and
+block size. Goes out: a `ModelProto`, and which recipe belongs where in the file of weights. Must not know: files.
+
+Inputs are a step's arrays (ids, positions, rows, query_start, context_len, block_tables) and each layer's keys and
+values as blocks; outputs are the logits and the same blocks with this step's keys and values in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper
+
+from llmc.artifacts import VERSION
+from llmc.artifacts.errors import UnsupportedError
+from llmc.artifacts.types import Dim, TensorType
+from llmc.builder.interchange.emitter import ELEMENTS, Emitter
+from llmc.builder.interchange.operators import DOMAIN, DOMAIN_VERSION, OPSET, TRANSLATIONS, cache_names
+from llmc.builder.ir import Graph, Node
+from llmc.builder.weights.placement import ALIGN, Member, Placement
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """`proto` reads its weights from the file `location`, whose bytes are those of `weights`."""
+
+    proto: onnx.ModelProto
+    weights: Member
+
+
+def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> OnnxModel:
+    """Raises UnsupportedError naming every operator without translation, and a module that uses it."""
+    _check(graph)
+    e = Emitter(graph.types())
+    weights, initializers = _weights(graph, location)
+    for node in graph:
+        if node.op in ("input", "param"):
+            continue
+        since = len(e.nodes)
+        if node.op == "const":
+            kind = node.type
+            e.constants[node.out] = helper.make_tensor(
+                node.out, ELEMENTS[kind.dtype], [int(d) for d in kind.shape], node.attrs.values
+            )
+            continue
+        try:
+            results = TRANSLATIONS[node.op](e, node)
+        except ValueError as error:
+            raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error
+        e.rename(since, dict(zip(results, node.outputs, strict=True)))
+    before, after = _cache(graph, kv_dtype, block_size)
+    made = helper.make_graph(
+        e.nodes,
+        graph.name,
+        [*_step_inputs(graph), *before],
+        [_value(name, e.types[name]) for name in graph.outputs] + after,
+        [*initializers, *e.constants.values()],
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    proto = helper.make_model(made, opset_imports=opsets, producer_name="llmc", producer_version=VERSION)
+    return OnnxModel(proto, weights)
+
+
+def _check(graph: Graph) -> None:
+    if graph.tp != 1:
+        raise UnsupportedError(f"ONNX holds one rank, and this graph is rank {graph.rank} of {graph.tp}; build at tp 1")
+    stuck: dict[str, str] = {}
+    for node in graph:
+        if node.op not in TRANSLATIONS and node.op not in ("input", "param", "const"):
+            stuck.setdefault(node.op, node.path)
+    if stuck:
+        places = "; ".join(f"{op} (in {path})" for op, path in sorted(stuck.items()))
+        raise UnsupportedError(f"no ONNX form of these operators: {places}")
+
+
+def _weights(graph: Graph, location: str) -> tuple[Member, list[onnx.TensorProto]]:
+    """Every parameter's place in the file of weights, one after the other."""
+    placements: list[Placement] = []
+    tensors = []
+    end = 0
+    for node in (n for n in graph if n.op == "param"):
+        if node.type.dtype not in ELEMENTS:
+            raise UnsupportedError(f"{node.path}: a weight in {node.type.dtype} has no ONNX form here")
+        offset = -(-end // ALIGN) * ALIGN
+        placements.append(Placement(node.attrs.recipe, node.type, offset, node.path))
+        tensors.append(_external(node, location, offset))
+        end = offset + node.type.nbytes()
+    return Member(tuple(placements), end), tensors
+
+
+def _external(node: Node, location: str, offset: int) -> onnx.TensorProto:
+    tensor = TensorProto()
+    tensor.name, tensor.data_type = node.out, ELEMENTS[node.type.dtype]
+    tensor.dims[:] = [int(d) for d in node.type.shape]
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", node.type.nbytes())):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _value(name: str, kind: TensorType) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, ELEMENTS[kind.dtype], list(kind.shape))
+
+
+def _step_inputs(graph: Graph) -> list[onnx.ValueInfoProto]:
+    own = {node.attrs.name: _value(node.out, node.type) for node in graph if node.op == "input"}
+    shapes: dict[str, list[Dim]] = {
+        "query_start": ["num_seqs_and_1"],
+        "context_len": ["num_seqs"],
+        "block_tables": ["num_seqs", "blocks_of_a_sequence"],
+    }
+    rest = [helper.make_tensor_value_info(name, TensorProto.INT32, shape) for name, shape in shapes.items()]
+    return [*own.values(), *rest]
+
+
+def _cache(
+    graph: Graph, kv_dtype: str, block_size: int
+) -> tuple[Sequence[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    """Each layer's keys and values [num_blocks, block_size, heads, width], before and after the step."""
+    before, after = [], []
+    for node in graph:
+        if node.op not in ("rope_cache", "latent_cache"):
+            continue
+        a = node.attrs
+        latent = node.op == "latent_cache"
+        widths = (a.latent + a.rope, a.latent) if latent else (a.head_dim, a.value_dim)
+        for found, version in ((before, 0), (after, 1)):
+            for name, width in zip(cache_names(a.layer, version), widths, strict=True):
+                shape = ["num_blocks", block_size, 1 if latent else a.kv_heads, width]
+                found.append(helper.make_tensor_value_info(name, ELEMENTS[kv_dtype], shape))
+    return before, after

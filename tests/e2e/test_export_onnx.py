@@ -1,0 +1,71 @@
+"""`llmc export --onnx` on the command line: token for token what the engine of the plan answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmc.artifacts.plan import Plan
+from llmc.builder.interpreter import Batch
+from llmc.builder.page.render import lower_plan
+from llmc.cli import main
+from llmc.runtime.engine import Engine
+from llmc.runtime.messages import SamplingParams
+from tests.models import save_checkpoint
+from tests.unit.builder.onnx_steps import OnnxSteps
+
+pytestmark = pytest.mark.timeout(600)
+PROMPTS = ([5, 6, 7, 8, 9], [11, 12], [20, 21, 22, 23, 24, 25, 26, 27])
+NEW_TOKENS = 12
+
+
+def llmc(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def greedy(model: Path, plan: Path, prompts: tuple[list[int], ...], count: int) -> list[list[int]]:
+    """The tokens that the evaluator answers with, all prompts in one batch."""
+    opened = lower_plan(Plan.open(plan))
+    capacities = [len(prompt) + count for prompt in prompts]
+    batch = Batch(opened.programs[0].graph, capacities, opened.profile.block_size, kv_dtype=opened.kv_dtype)
+    steps, answers = OnnxSteps(model), [list[int]() for _ in prompts]
+    fed: list[list[int]] = [list(prompt) for prompt in prompts]
+    for _ in range(count):
+        logits = steps.run(*batch.step(fed))
+        fed = [[int(row.argmax())] for row in logits]
+        for answer, (token,) in zip(answers, fed, strict=True):
+            answer.append(token)
+    return answers
+
+
+def answered(plan: Path, prompts: tuple[list[int], ...], count: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    with Engine(plan) as engine:
+        return [list(a.token_ids) for a in engine.generate([list(p) for p in prompts], params)]
+
+
+@pytest.mark.parametrize("options", [("--dtype", "fp32"), ("--fp8",)], ids=["fp32", "fp8"])
+def test_a_plan_exports_the_weights_that_it_serves(options: tuple[str, ...], tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", "llama")
+    plan, model = tmp_path / "engine.plan", tmp_path / "model.onnx"
+    llmc("build", "--model", folder, *options, "--no-evaluate", "-o", plan)
+    assert "nodes" in llmc("export", "--onnx", plan, "-o", model)
+    assert greedy(model, plan, PROMPTS, NEW_TOKENS) == answered(plan, PROMPTS, NEW_TOKENS)
+    if options == ("--dtype", "fp32"):  # whose weights are the checkpoint's own
+        llmc("export", "--onnx", folder, *options, "-o", tmp_path / "own.onnx")
+        assert (tmp_path / "own.onnx.data").read_bytes() == (tmp_path / "model.onnx.data").read_bytes()
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["export", "--onnx", str(tmp_path / "nowhere")])
+    assert result.exit_code == 3
+    assert "nowhere: no such file" in result.output
+    folder = save_checkpoint(tmp_path / "mamba", "mamba2")
+    result = CliRunner().invoke(main, ["export", "--onnx", str(folder), "-o", str(tmp_path / "model.onnx")])
+    assert result.exit_code == 4
+    assert "no ONNX form of these operators: causal_conv (in " in result.output
+    assert not list(tmp_path.glob("*model.onnx*"))
