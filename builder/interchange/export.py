@@ -6,7 +6,6 @@ from file to file a block (from a plan: a tensor) at a time; no more of the mode
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,12 +105,15 @@ def _write(
     data = out.with_name(f"{out.name}.data")
     made = onnx_model(graph, kv_dtype, block_size, data.name)
     part, data_part = temporary_beside(out), temporary_beside(data)
-    with disk_errors(out), contextlib.ExitStack() as stack:
-        stack.callback(lambda: [path.unlink(missing_ok=True) for path in (part, data_part)])
-        with data_part.open("wb") as sink:
-            weights(made.weights, sink)
-        part.write_bytes(made.proto.SerializeToString())
-        os.replace(data_part, data)
-        os.replace(part, out)
-        onnx.checker.check_model(out)
+    with disk_errors(out):
+        try:
+            with data_part.open("wb") as sink:
+                weights(made.weights, sink)
+            part.write_bytes(made.proto.SerializeToString())
+            os.replace(data_part, data)
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+            data_part.unlink(missing_ok=True)
+    onnx.checker.check_model(out)
     return Exported(len(made.proto.graph.node), made.weights.nbytes, out, data)

@@ -119,7 +119,8 @@ def _cache(
     graph: Graph, kv_dtype: str, block_size: int
 ) -> tuple[Sequence[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
     """Each layer's keys and values [num_blocks, block_size, heads, width], before and after the step."""
-    before, after = [], []
+    before: list[onnx.ValueInfoProto] = []
+    after: list[onnx.ValueInfoProto] = []
     for node in graph:
         if node.op not in ("rope_cache", "latent_cache"):
             continue

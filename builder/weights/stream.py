@@ -71,7 +71,7 @@ class Shaped(Source, Protocol):
 class Sink(Protocol):
     """What bytes are written to."""
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview, /) -> object:
         """Appends bytes."""
 
 
