@@ -67,7 +67,8 @@ def parse_weights(text: str) -> dict[str, float]:
 @click.option(
     "--kv-host-bytes",
     type=int,
-    help="Bytes beside the KV cache for preempted requests, copied there where that is cheaper than computing anew.",
+    help="Bytes beside the KV cache for preempted requests and evicted prefixes, copied there and back where that is "
+    "cheaper than computing anew.",
 )
 @click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Reuse keys and values of equal prefixes."

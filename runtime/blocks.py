@@ -2,11 +2,12 @@
 
 Comes in: token ids, block numbers. Goes out: block numbers. Must not know: sequences, memory, the executor.
 
-The prefix cache is a tree of full blocks. A block's key is its parent's number and the exact tuple of its own tokens,
+The prefix cache is a tree of full blocks. A block's key is its parent's serial and the exact tuple of its own tokens,
 so that a hit means equal tokens from the first on: there is no hash that could collide. The first block's parent is a
-root: sequences of different roots (another tenant, another salt) never find each other's blocks. A number can serve as
-a key because a parent outlives its children: whoever holds a block holds its whole chain, `release` gives up children
-first, and so the least recently released block, which is evicted first, never has a child.
+root: sequences of different roots (another tenant, another salt) never find each other's blocks. A serial is given to
+one key only, and a parent outlives its children: whoever holds a block holds its whole chain, `release` gives up
+children first, and so the least recently released block, which is evicted first, never has a child. What is evicted may
+be kept in a `lower` tier, under the same key and serial.
 
 A block is written only by whoever allocated it, and never once it is full: a sequence that goes on from a shared prefix
 writes into blocks of its own, and computes again the part of the prefix that fills no block. That takes the place of
@@ -20,12 +21,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 #: What stands for a block's parent where there is none: ROOT, or (tenant, salt) for a tree of its own.
 Root = int | tuple[str, str]
 ROOT = -1
 
-_Key = tuple[Root, tuple[int, ...]]
+#: A serial or a root, and a block's own tokens.
+Key = tuple[Root, tuple[int, ...]]
+
+
+class LowerTier(Protocol):
+    """Where evicted blocks go."""
+
+    def put(self, key: Key, serial: int, block: int) -> None:
+        """A block is evicted; its content is there until the step being composed."""
+
+    def supersede(self, key: Key) -> int | None:
+        """The pool has a block of this key again. Returns the serial of the one kept here, which is given up."""
 
 
 @dataclass
@@ -58,12 +71,15 @@ class BlockPool:
         self.block_size = block_size
         self.caching = caching
         self.counters = CacheCounters()
+        self.lower: LowerTier | None = None
         self._clock = clock
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
         self._idle: OrderedDict[int, float] = OrderedDict()  # least recently released first, and when that was
-        self._keys: list[_Key | None] = [None] * num_blocks
-        self._cached: dict[_Key, int] = {}
+        self._keys: list[Key | None] = [None] * num_blocks
+        self._cached: dict[Key, int] = {}
+        self._serials = [-1] * num_blocks  # of cached blocks
+        self._next_serial = 0
         self._since = [0.0] * num_blocks  # when a cached block became one
 
     @property
@@ -96,6 +112,10 @@ class BlockPool:
             if not self._idle:
                 raise IndexError(f"all {self.num_blocks} blocks are held")
             block, released = self._idle.popitem(last=False)
+            key = self._keys[block]
+            assert key is not None
+            if self.lower is not None:
+                self.lower.put(key, self._serials[block], block)
             self._forget(block)
             now = self._clock()
             self.counters.evictions += 1
@@ -132,17 +152,30 @@ class BlockPool:
         del self._cached[key]
         self._keys[block] = None
 
-    def commit(self, parent: Root, tokens: tuple[int, ...], block: int) -> int:
+    def key(self, parent: Root, tokens: tuple[int, ...]) -> Key:
+        """By which a block of these tokens is found: `parent` is the cached block before it, or a root."""
+        return (self._serials[parent] if isinstance(parent, int) and parent != ROOT else parent), tokens
+
+    def serial(self, block: int) -> int:
+        """A cached block's serial: the parent in its children's keys."""
+        return self._serials[block]
+
+    def commit(self, parent: Root, tokens: tuple[int, ...], block: int, serial: int | None = None) -> int:
         """Offers a full, held block for reuse; returns the block to use in its place from now on.
 
         That is another block if one of the same prefix is there already: it is held instead, and `block` is released.
-        `parent` is what `commit` returned for the block before it, or the root.
+        `parent` is what `commit` returned for the block before it, or the root; `serial` the one that it had before.
         """
         if not self.caching:
             return block
-        key = (parent, tokens)
+        key = self.key(parent, tokens)
         found = self._cached.get(key)
         if found is None:
+            if serial is None and self.lower is not None:
+                serial = self.lower.supersede(key)
+            if serial is None:
+                serial, self._next_serial = self._next_serial, self._next_serial + 1
+            self._serials[block] = serial
             self._cached[key] = block
             self._keys[block] = key
             self._since[block] = self._clock()
@@ -158,7 +191,8 @@ class BlockPool:
         """
         gone = {block for block in blocks if self._keys[block] is not None}
         while True:
-            after = {block for (parent, _), block in self._cached.items() if parent in gone} - gone
+            serials = {self._serials[block] for block in gone}
+            after = {block for (parent, _), block in self._cached.items() if parent in serials} - gone
             if not after:
                 break
             gone |= after
@@ -171,7 +205,7 @@ class BlockPool:
 
     def find(self, parent: Root, tokens: tuple[int, ...]) -> int | None:
         """The cached block of these tokens after that parent. It is not held yet."""
-        return self._cached.get((parent, tokens)) if self._cached else None
+        return self._cached.get(self.key(parent, tokens)) if self._cached else None
 
     def match(self, tokens: array[int], most: int, root: Root = ROOT) -> list[int]:
         """The cached blocks that hold the start of `tokens`, at most `most` of them. They are not held yet."""
@@ -209,10 +243,13 @@ class BlockPool:
         assert len(free) + len(self._idle) + sum(count > 0 for count in counts) == self.num_blocks
         assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._cached
         order = {block: place for place, block in enumerate(self._idle)}
-        for (parent, tokens), block in self._cached.items():
+        by_serial = {self._serials[block]: block for block in self._cached.values()}
+        assert len(by_serial) == len(self._cached), "a serial was given twice"
+        for (serial, tokens), block in self._cached.items():
             assert len(tokens) == self.block_size
-            if parent == ROOT or isinstance(parent, tuple):
+            if serial == ROOT or isinstance(serial, tuple):
                 continue
-            assert self._keys[parent] is not None, f"block {block} has lost its parent {parent}"
+            assert serial in by_serial, f"block {block} has lost its parent of serial {serial}"
+            parent = by_serial[serial]
             if parent in order:
                 assert order.get(block, self.num_blocks) < order[parent], f"block {parent} would go before {block}"

@@ -26,6 +26,7 @@ from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.executor import Executor, ParentGone, RankLost
+from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import (
     STEP_TOKENS,
     Abort,
@@ -43,7 +44,6 @@ from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
-from llmc.runtime.parking import Parking
 from llmc.runtime.sampling import RowSampler, logprobs_of
 from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
 from llmc.runtime.step import Chunk, StepBatch
@@ -85,12 +85,7 @@ class Core:
         budget = options.itl_budget_ms
         self._pace = None if budget is None else Pace(budget / 1000, min(LEAST_CHUNK, most), most)
         self._patience = Patience(options.max_num_queued_reqs, options.queue_timeout)
-        self._parking = Parking(
-            self._executor.host_blocks,
-            self._executor.host_states,
-            profile.block_size,
-            needs_state=plan.manifest.state_slot_bytes > 0,
-        )
+        self._memory = HostMemory(self._executor.host_blocks, self._executor.host_states)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=self._max_num_seqs,
@@ -100,7 +95,8 @@ class Core:
             max_long_prefills=options.max_long_prefills,
             patience=self._patience,
             pace=self._pace,
-            parking=self._parking,
+            memory=self._memory,
+            needs_state=plan.manifest.state_slot_bytes > 0,
         )
         pool_tokens = self._pool.num_blocks * profile.block_size
         self._limits = Limits(model.vocab_size, profile.max_seq_len, pool_tokens)
@@ -133,7 +129,7 @@ class Core:
         try:
             # The first step proves that the engine computes. Block 0 and state slot 0 are nobody's yet.
             self._executor.run(StepBatch([Chunk(array("i", [0]), 0, array("i", [0]), 1, 0)]))
-            self._parking.probe(self._executor.copy, self._pool.num_blocks)
+            self._memory.probe(self._executor.copy, self._pool.num_blocks)
             ready = Ready(
                 self._pool.num_blocks, self._max_num_seqs, self._scheduler.max_num_batched_tokens, load_seconds
             )
@@ -253,7 +249,7 @@ class Core:
         """Has the ranks copy and compute; False where nothing is left to compute, as all of it has ended meanwhile."""
         self._begun = time.perf_counter()
         if batch.copies:
-            self._parking.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
+            self._memory.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
         if not batch.chunks:
             return False
         self._executor.begin(batch)
@@ -285,7 +281,7 @@ class Core:
         self._step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
         if self._pace is not None:
             self._pace.observe(tokens, seconds)
-        self._parking.observe_step(tokens - sum(len(chunk.tokens) == 1 for chunk in batch.chunks), tokens, seconds)
+        self._memory.observe_step(tokens - sum(len(chunk.tokens) == 1 for chunk in batch.chunks), tokens, seconds)
 
     def _send_stats(self) -> None:
         """Once per time of rest."""
@@ -294,6 +290,7 @@ class Core:
 
     def _stats(self, now: float) -> Stats:
         self._stats_time, scheduler, cache = now, self._scheduler, self._pool.counters
+        shelf = scheduler.shelf
         idle = not scheduler.num_running and not scheduler.num_waiting
         self._stats_steps = self._steps if idle else -1
         return Stats(
@@ -313,9 +310,12 @@ class Core:
             waiting_by_class=scheduler.waiting_by_class(),
             rejections={str(cause): count for cause, count in scheduler.rejections.items()},
             blocks_cached=self._pool.num_cached,
-            preemptions_copied=self._parking.parked,
-            host_blocks_used=self._parking.num_used,
-            host_blocks_total=self._parking.num_blocks,
+            preemptions_copied=scheduler.parking.parked,
+            host_blocks_used=scheduler.parking.num_used,
+            host_blocks_total=self._memory.num_blocks,
+            shelf_blocks={} if shelf is None else {"host": len(shelf)},
+            shelf_hits={} if shelf is None else {"host": shelf.hits * self._pool.block_size},
+            shelf_evictions={} if shelf is None else {"host": shelf.evictions},
             evictions=cache.evictions,
             evicted_lifetime_seconds=cache.lifetime_seconds,
             evicted_idle_seconds=cache.idle_seconds,

@@ -135,8 +135,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     two steps. `rejections` are counted by `Cause`.
     `preemptions_copied` of the preempted have their blocks copied to host memory, where `host_blocks_used` are taken.
     `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
-    sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. `step_sequences` sums the
-    sequences of all steps, `step_tokens` counts steps by their tokens: up to each of STEP_TOKENS, and more.
+    sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. Evicted blocks may be kept in
+    a lower tier ("host"): `shelf_blocks` are there now, `shelf_hits` counts prompt tokens that came back,
+    `shelf_evictions` blocks that were given up. `step_sequences` sums the sequences of all steps, `step_tokens` counts
+    steps by their tokens: up to each of STEP_TOKENS, and more.
     """
 
     running: int
@@ -158,6 +160,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     preemptions_copied: int = 0
     host_blocks_used: int = 0
     host_blocks_total: int = 0
+    shelf_blocks: dict[str, int] = {}
+    shelf_hits: dict[str, int] = {}
+    shelf_evictions: dict[str, int] = {}
     evictions: int = 0
     evicted_lifetime_seconds: float = 0.0
     evicted_idle_seconds: float = 0.0

@@ -39,7 +39,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     that wait for their first admission, `queue_timeout` the seconds for which they do; None: no bound. `itl_budget_ms`
     is how long a step may last in which anybody decodes: prompts are then cut to what the measured speed allows.
     `max_long_prefills` bounds the prompts of many steps that a class has at work at once. `kv_host_bytes`, over all
-    ranks, is memory beside the pool in which preempted sequences may keep their blocks. `priority_weights` are the
+    ranks, is memory beside the pool in which preempted sequences may keep their blocks, and the prefix cache those that
+    it evicts. `priority_weights` are the
     classes that a request may name, with their shares of the engine's tokens.
     """
 

@@ -27,11 +27,13 @@ from llmc.artifacts.errors import UsageError
 from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, most_tokens, peak_blocks
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
 from llmc.runtime.pacing import Pace
 from llmc.runtime.parking import Parking
 from llmc.runtime.policy import Policy, Queue
 from llmc.runtime.sharing import Sharing
+from llmc.runtime.shelf import Shelf
 from llmc.runtime.slots import StateSlots
 from llmc.runtime.step import StepBatch
 
@@ -49,7 +51,8 @@ class Scheduler:
 
     `weights` are the priority classes; `max_long_prefills` bounds the long prompts of a class that are at work at once
     (None: no bound), `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which
-    anybody decodes. `parking` is host memory for those who are set back. `clock` gives seconds.
+    anybody decodes. `memory` is host memory for those who are set back, which carry a state if they `need_state`, and
+    for what the prefix cache evicts. `clock` gives seconds.
     """
 
     def __init__(
@@ -63,18 +66,21 @@ class Scheduler:
         max_long_prefills: int | None = None,
         patience: Patience | None = None,
         pace: Pace | None = None,
-        parking: Parking | None = None,
+        memory: HostMemory | None = None,
+        needs_state: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        self._sharing = Sharing(pool)
+        self._memory = memory or HostMemory(0)
+        self.parking = Parking(self._memory, pool.block_size, needs_state=needs_state)
+        self.shelf = Shelf(self._memory, pool.block_size) if pool.caching and self._memory.num_blocks else None
+        self._sharing = Sharing(pool, self.shelf)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_seq_len = max_seq_len
         self.policy: Policy[Sequence] = Policy(weights or {INTERACTIVE: 1.0})
         self._max_long = max_num_seqs if max_long_prefills is None else max_long_prefills
         self._patience = patience or Patience(None, None)
         self._pace = pace
-        self._parking = parking or Parking(0, 0, pool.block_size)
         self._clock = clock
         # With no more seats than tokens, every decode fits each step and a prompt gets at least one token.
         self._seats = min(max_num_seqs, max_num_batched_tokens)
@@ -163,6 +169,10 @@ class Scheduler:
         """The next step, or None when there is nothing to do. From now on the books say that it was computed, and that
         whoever's last token is in it goes on; `update` takes the tokens, and must follow before the second next call.
         """
+        self._memory.settle()
+        # Not earlier: blocks are given back here that the last step, whoever joined it late included, still wrote.
+        for sequence in self._running:
+            self._sharing.commit(sequence)
         chunks: list[Scheduled] = []
         preempted = self._schedule_decodes(chunks)
         self._room = self.max_num_batched_tokens
@@ -176,7 +186,7 @@ class Scheduler:
         assert not stuck, "sequences are left, but none of them can run"
         for chunk in chunks:
             self._count_as_done(chunk)
-        return StepBatch(chunks, self._parking.take_copies()) if chunks else None
+        return StepBatch(chunks, self._memory.take_copies()) if chunks else None
 
     def extend(self, batch: StepBatch[Scheduled]) -> None:
         """Takes more of those who wait into the step composed last, which has not begun, if it has room for them."""
@@ -187,7 +197,7 @@ class Scheduler:
         for chunk in more:
             self._count_as_done(chunk)
         batch.chunks += more
-        batch.copies.extend(self._parking.take_copies())
+        batch.copies.extend(self._memory.take_copies())
 
     def _schedule_prompts(self, chunks: list[Scheduled], *, admit: bool) -> None:
         """Appends what prompts get of the step's room."""
@@ -197,7 +207,6 @@ class Scheduler:
 
     def _count_as_done(self, chunk: Scheduled) -> None:
         chunk.sequence.computed += len(chunk.tokens)
-        self._sharing.commit(chunk.sequence)
         if chunk.rows:
             chunk.sequence.expect()
 
@@ -314,12 +323,14 @@ class Scheduler:
             sequence.admitted = self._clock()
             self.prompt_tokens += n
         pool.hold(prefix)
+        picked = self._sharing.pick(sequence, prefix)  # before blocks that are evicted now take their places
         sequence.state_slot = self._slots.take()
         sequence.blocks = array("i", prefix)
         sequence.blocks.extend([pool.allocate() for _ in range(fresh)])
         self._sharing.began(sequence, len(prefix))
+        self._sharing.restore(sequence, picked)
         if (parked := sequence.parked) is not None:
-            self._parking.restore(parked, sequence.blocks, len(prefix), sequence.state_slot)
+            self.parking.restore(parked, sequence.blocks, len(prefix), sequence.state_slot)
             sequence.computed = max(sequence.computed, parked.tokens)
             sequence.parked = None
         return True
@@ -338,7 +349,7 @@ class Scheduler:
         return Growth(n - borrowed * self.pool.block_size, gain)
 
     def _preempt(self, sequence: Sequence) -> None:
-        sequence.parked = self._parking.park(sequence.computed, sequence.blocks, sequence.state_slot)
+        sequence.parked = self.parking.park(sequence.computed, sequence.blocks, sequence.state_slot)
         sequence.set_back += 1
         self._release(sequence)
         self._waiting.add(sequence)
@@ -385,13 +396,13 @@ class Scheduler:
         sequence.learn(token)
         if sequence.known >= sequence.limit:
             self._finish(sequence, "length")
-        else:
-            self._sharing.commit(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         del self._by_id[sequence.request_id]
         if sequence.blocks:
             self._running.remove(sequence)
+            if reason != "error":
+                self._sharing.commit(sequence)
             self._release(sequence)
             self._patience.ended(self._clock())
         else:
@@ -399,7 +410,7 @@ class Scheduler:
             if self._refused is sequence:
                 self._refused = None
             if sequence.parked is not None:
-                self._parking.drop(sequence.parked)
+                self.parking.drop(sequence.parked)
                 sequence.parked = None
         sequence.expect_nothing()
         if reason in _ENDED_WELL:

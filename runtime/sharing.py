@@ -13,19 +13,52 @@ from collections.abc import Iterable
 
 from llmc.runtime.blocks import BlockPool, Root
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.shelf import Shelf, Shelved
 
 
 class Sharing:
-    """The prefix cache of one pool. Who is not `shareable` takes nothing from it and leaves nothing in it."""
+    """The prefix cache of one pool, and what it has evicted to a `shelf`. Who is not `shareable` takes nothing from
+    them and leaves nothing in them.
+    """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, shelf: Shelf | None = None) -> None:
         self.pool = pool
+        self.shelf = shelf
+        pool.lower = shelf
 
     def match(self, sequence: Sequence) -> list[int]:
         """The cached blocks that a sequence without blocks can start from. They are not held yet."""
         # The last token is always computed, as its logits are wanted; and it never lands in a block that is shared.
         most = (len(sequence.tokens) - 1) // self.pool.block_size if sequence.shareable else 0
         return self.pool.match(sequence.tokens, most, sequence.root)
+
+    def pick(self, sequence: Sequence, prefix: list[int]) -> list[Shelved]:
+        """The shelved blocks that go on from this prefix, taken off the shelf, if copying them back is worth while."""
+        if self.shelf is None or not sequence.shareable or sequence.parked is not None:
+            return []
+        size, found = self.pool.block_size, []
+        parent: Root = self.pool.serial(prefix[-1]) if prefix else sequence.root
+        for i in range(len(prefix), (len(sequence.tokens) - 1) // size):
+            key = parent, tuple(sequence.tokens[i * size : (i + 1) * size])
+            if (entry := self.shelf.find(key)) is None:
+                break
+            found.append(key)
+            parent = entry.serial
+        if not found or not self.shelf.is_worth(len(found)):
+            return []
+        return [entry for key in found if (entry := self.shelf.pick(key)) is not None]
+
+    def restore(self, sequence: Sequence, picked: list[Shelved]) -> None:
+        """A sequence that has begun goes on with blocks from the shelf, which come into its own."""
+        for entry in picked:
+            assert self.shelf is not None
+            i = sequence.committed
+            self.shelf.restore(entry, sequence.blocks[i])
+            sequence.blocks[i] = self.pool.commit(*self._key(sequence, i), sequence.blocks[i], entry.serial)
+            sequence.committed += 1
+        found = len(picked) * self.pool.block_size
+        sequence.computed += found
+        self._count(sequence, found)
 
     def began(self, sequence: Sequence, prefix: int) -> None:
         """A sequence was admitted with so many blocks of others."""
@@ -71,7 +104,7 @@ class Sharing:
             sequence.committed += 1
 
     def commit(self, sequence: Sequence) -> None:
-        """Once a step is composed: offers the blocks that it fills, or takes over those that others fill alike. One of
+        """Once a step has begun: offers the blocks that it fills, or takes over those that others fill alike. One of
         which a token is not known yet has to wait for it.
         """
         full = min(sequence.computed, sequence.known)
@@ -91,6 +124,8 @@ class Sharing:
         for sequence in holders:
             if not gone.isdisjoint(sequence.blocks):
                 sequence.shareable = False
+        if self.shelf is not None and chunk.sequence.finish_reason is not None:
+            self.shelf.clear()  # it had ended while it was computed, and its blocks may be anywhere
 
     def _key(self, sequence: Sequence, i: int) -> tuple[Root, tuple[int, ...]]:
         """Parent and tokens of a sequence's block number `i`."""

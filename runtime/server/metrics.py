@@ -201,6 +201,9 @@ class Metrics(Observer, Collector):
             ("engine_ready", "1 while generation works.", int(ready)),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
+        text = "Blocks that the prefix cache has evicted to a lower tier, where they are now."
+        tiers = stats.shelf_blocks if stats else {}
+        yield self._labelled(GaugeMetricFamily, "prefix_cache_tier_blocks", text, "tier", tiers)
         yield self._labelled(
             GaugeMetricFamily,
             "num_requests_waiting_by_priority",
@@ -216,6 +219,11 @@ class Metrics(Observer, Collector):
         ended = {reason: self._finished[reason] for reason in REASONS}
         text = "Sequences that ended, by reason."
         yield self._labelled(CounterMetricFamily, "request_success", text, "finished_reason", ended)
+        for name, of, text in (
+            ("external_prefix_cache_hits", "shelf_hits", "Prompt tokens that came back from a lower tier."),
+            ("prefix_cache_tier_evictions", "shelf_evictions", "Blocks that a lower tier of the prefix cache gave up."),
+        ):
+            yield self._labelled(CounterMetricFamily, name, text, "tier", getattr(stats, of) if stats else {})
         turned_away = {reason: self._rejected[reason] for reason in REJECTIONS.values()}
         turned_away |= stats.rejections if stats else {}
         text = "Requests that were not taken, by reason."

@@ -100,7 +100,8 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError unless every block and every sequence is accounted for."""
     scheduler.pool.check(sequence.blocks for sequence in scheduler._running)
     scheduler._slots.check(sequence.state_slot for sequence in scheduler._running)
-    scheduler._parking.check(s.parked for s in scheduler._waiting if s.parked is not None)
+    shelved = () if scheduler.shelf is None else scheduler.shelf.places()
+    scheduler.parking.check((s.parked for s in scheduler._waiting if s.parked is not None), shelved)
     assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in scheduler._waiting)
     assert {*scheduler._running, *scheduler._waiting} == set(scheduler._by_id.values())
     assert len(scheduler._running) + len(scheduler._waiting) == len(scheduler._by_id), "a sequence is in two places"

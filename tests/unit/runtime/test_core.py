@@ -96,6 +96,25 @@ def test_where_computing_is_slow_preempted_sequences_are_copied(slow: Path) -> N
         assert client.stats[-1].preemptions == client.stats[-1].preemptions_copied > 0
 
 
+def test_evicted_prefixes_come_back_from_host_memory(slow: Path) -> None:
+    stem = [7] * 40
+    others = [[i] * 60 for i in range(4)]
+    with Client(slow, num_blocks=24, kv_host_bytes=100 * 64) as client:
+        for i, prompt in enumerate([stem, *others, [*stem, 3], [*stem, 4]]):
+            client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
+            client.wait_all()
+            assert client.tokens[str(i)] == greedy(prompt, 6)
+        client.submit("salted", [*stem, 3], Handling(cache_salt="x"), max_tokens=6, ignore_eos=True)
+        client.wait_all()
+        assert client.tokens["salted"] == greedy([*stem, 3], 6)
+        cached = [client.ended[name].cached_tokens for name in ("0", "5", "6", "salted")]
+        assert cached == [0, 40, 40, 0]
+        client.wait(lambda: client.idle() and client.stats[-1].prompt_tokens == 40 + 4 * 60 + 3 * 41)
+        last = client.stats[-1]
+        assert last.evictions > 0
+        assert (last.shelf_hits, last.blocks_used, last.host_blocks_used) == ({"host": 40}, 0, 0)
+
+
 def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
     with Client(slow, max_num_seqs=2, max_num_queued_reqs=1) as client:
         for i in range(2):

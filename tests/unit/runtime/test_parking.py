@@ -7,6 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.parking import Parked, Parking
 from llmc.runtime.step import Copies
 
@@ -14,21 +15,21 @@ TABLE = array("i", [7, 3, 9, 1])
 
 
 def test_what_is_parked_comes_back_where_it_is_wanted() -> None:
-    parking = Parking(4, 1, 4, needs_state=True)
+    parking = Parking(HostMemory(4, 1), 4, needs_state=True)
     parked = parking.park(9, TABLE, 5)
     assert parked is not None
-    assert (parked.tokens, parked.blocks, parked.state, parking.num_used) == (9, [0, 1, 2], 0, 3)
-    assert parking.take_copies() == Copies([(7, 0), (3, 1), (9, 2)], [(5, 0)])
+    assert (parked.tokens, parked.blocks, parked.states, parking.num_used) == (9, [0, 1, 2], [0], 3)
+    assert parking.memory.take_copies() == Copies([(7, 0), (3, 1), (9, 2)], [(5, 0)])
     assert parking.park(1, TABLE, 5) is None  # no place for a state
     # The first block was found in the prefix cache meanwhile.
     parking.restore(parked, array("i", [20, 21, 22]), 1, 6)
-    assert parking.take_copies() == Copies(blocks_in=[(21, 1), (22, 2)], states_in=[(6, 0)])
-    assert not parking.take_copies()
+    assert parking.memory.take_copies() == Copies(blocks_in=[(21, 1), (22, 2)], states_in=[(6, 0)])
+    assert not parking.memory.take_copies()
     parking.check([])
 
 
 def test_without_room_nothing_is_parked() -> None:
-    parking = Parking(2, 0, 4)
+    parking = Parking(HostMemory(2), 4)
     assert parking.park(9, TABLE, 0) is None
     assert parking.park(0, TABLE, 0) is None
     assert parking.park(8, TABLE, 0) is not None
@@ -36,23 +37,24 @@ def test_without_room_nothing_is_parked() -> None:
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    parking = Parking(100, 0, 4)
+    memory = HostMemory(100)
     # A copy takes 1 ms and 0.1 ms a block.
-    parking.probe(lambda copies: 0.001 + 0.0001 * copies.num_blocks, 100)
-    assert parking.is_worth(4, 1)  # what computing costs is not known yet
-    parking.observe_step(30, 32, 0.032)  # 1 ms a token
-    assert not parking.is_worth(2, 1)  # 2.2 ms against 2
-    assert parking.is_worth(4, 1)  # against 4
-    parking.observe_step(1, 32, 1.0)  # mostly decodes: says nothing of prompts
-    assert parking.is_worth(4, 1)
+    memory.probe(lambda copies: 0.001 + 0.0001 * copies.num_blocks, 100)
+    assert memory.is_worth(4, 1, 2)  # what computing costs is not known yet
+    memory.observe_step(30, 32, 0.032)  # 1 ms a token
+    assert not memory.is_worth(2, 1, 2)  # 2.2 ms against 2
+    assert memory.is_worth(2, 1, 1)
+    assert memory.is_worth(4, 1, 2)  # against 4
+    memory.observe_step(1, 32, 1.0)  # mostly decodes: says nothing of prompts
+    assert memory.is_worth(4, 1, 2)
     for _ in range(100):
-        parking.observe_copy(1, 0.1)
-    assert not parking.is_worth(4, 1)
+        memory.observe_copy(1, 0.1)
+    assert not memory.is_worth(4, 1, 2)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=40), st.booleans())
 def test_places_are_free_or_taken_once(actions: list[tuple[bool, int]], states: bool) -> None:
-    parking, held = Parking(10, 3, 4, needs_state=states), []
+    parking, held = Parking(HostMemory(10, 3), 4, needs_state=states), []
     table = array("i", range(10))
     for park, number in actions:
         if park:
@@ -60,6 +62,8 @@ def test_places_are_free_or_taken_once(actions: list[tuple[bool, int]], states: 
             held += [] if found is None else [found]
         elif held:
             parking.drop(held.pop(number % len(held)))
+            if number % 2:
+                parking.memory.settle()
         parking.check(held)
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from llmc.artifacts.errors import UsageError
 from llmc.runtime.admission import Patience
+from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.pacing import Pace
-from llmc.runtime.parking import Parking
 from tests.unit.runtime.scheduling import alone, answer, check, make, sequence
 
 
@@ -183,8 +183,8 @@ def test_the_pace_bounds_a_step_only_while_somebody_decodes() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_set_back_sequence_goes_on_from_its_copy(caching: bool) -> None:
-    run = make(blocks=8, size=4, seqs=2, length=32, caching=caching)
-    run.scheduler._parking = parking = Parking(8, 2, 4, needs_state=not caching)
+    run = make(blocks=8, size=4, seqs=2, length=32, caching=caching, memory=HostMemory(8, 2), needs_state=not caching)
+    parking = run.scheduler.parking
     for i in range(2):
         run.scheduler.add(sequence(str(i), [i] * 8, ignore_eos=True))
     while not run.scheduler.preemptions:

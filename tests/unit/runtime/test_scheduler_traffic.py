@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.runtime.core_sequence import Sequence
+from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import Handling, SamplingParams
-from llmc.runtime.parking import Parking
 from tests.unit.runtime.scheduling import EOS, VOCAB, alone, answer, make, sequence
 
 
@@ -160,8 +160,7 @@ def traffic(
 @settings(max_examples=400, deadline=None)
 def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int, overlap: bool) -> None:
     requests, sizes, aborts = case
-    parking = Parking(host, host, sizes["size"], needs_state=not caching)
-    run = make(**sizes, caching=caching, parking=parking, overlap=overlap)
+    run = make(**sizes, caching=caching, memory=HostMemory(host, host), needs_state=not caching, overlap=overlap)
     aborted = set()
     for now in range(41):
         come = [
@@ -188,7 +187,7 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool,
             assert (answer(found), found.finish_reason) == alone(prompt, params, sizes["length"])
         else:
             assert found.finish_reason == "abort"
-    assert run.scheduler.pool.num_held == parking.num_used == 0
+    assert run.scheduler.pool.num_held == run.scheduler.parking.num_used == 0
     assert run.scheduler.schedule() is None
 
 
