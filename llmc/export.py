@@ -1,4 +1,6 @@
-"""A plan or a checkpoint as ONNX. Comes in: a path. Goes out: the files. Must not know: the command line."""
+"""A plan or a checkpoint in formats of others: ONNX, TensorRT engines. Comes in: a path. Goes out: the files. Must not
+know: the command line.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmc.artifacts.calibration import WEIGHTS
-from llmc.artifacts.errors import EnvironmentFault, UsageError
-from llmc.artifacts.files import require_writable
+from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
+from llmc.artifacts.files import require_writable, write_file
 from llmc.artifacts.plan import Plan
 
 if TYPE_CHECKING:
     from llmc.builder.interchange.export import Exported
+    from llmc.builder.trt.engine import TrtEngine
 
 
 def export_onnx(
@@ -34,6 +37,29 @@ def export_onnx(
         if value is not None:
             raise UsageError(f"{option} {value}: {source} is a plan, which has its own; drop {option}")
     return export_plan(Plan.open(source), output)
+
+
+def export_tensorrt(plan: str | Path, output: str | Path, sm: int) -> TrtEngine:
+    """The decode step of a plan as a serialized TensorRT engine for sm_`sm`. Raises LlmcError, EnvironmentFault where
+    there is no TensorRT; nothing stands at `output` then that was not there before.
+    """
+    from llmc.builder.plan_weights import PlanWeights
+    from llmc.builder.trt.engine import build_engine
+    from llmc.builder.trt.library import tensorrt_module
+
+    output = Path(output)
+    trt = tensorrt_module()
+    require_writable(output)
+    weights = PlanWeights(Plan.open(plan))
+    if weights.kv_dtype != "bf16":
+        raise UnsupportedError(
+            f"{plan}: keys and values are {weights.kv_dtype}, and TensorRT's attention keeps bf16 here; build with "
+            "--kv-cache-dtype bf16"
+        )
+    shapes = weights.profile
+    made = build_engine(trt, weights.graph, weights.read, shapes.max_num_seqs, shapes.max_seq_len, sm)
+    write_file(output, made.engine)
+    return made
 
 
 def _export_model(model: Path, output: Path, dtype: str | None, profile: str) -> Exported:

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc.artifacts.errors import CheckpointError, LlmcError, UsageError
+from llmc.artifacts.errors import CheckpointError, LlmcError, UnsupportedError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
 from llmc.artifacts.plan import Plan
@@ -73,6 +73,7 @@ def build(
 
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
+    _refuse_tensorrt(target)
     progress = progress or Progress()
     kv_dtype = cache_dtype(kv_dtype)
     hashes = FileHashes(_cache("files", cache))
@@ -174,6 +175,19 @@ def _build(
     if options.precision == "fp8" and table is not None and table.budget is not None:
         settings["fp8_budget"] = table.budget
     return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity), kv)
+
+
+def _refuse_tensorrt(target: str) -> None:
+    """Raises EnvironmentFault without TensorRT, UnsupportedError with it: its engines are exported, and not served."""
+    if target.partition(":")[0] != "tensorrt":
+        return
+    from llmc.builder.trt.library import tensorrt_module
+
+    tensorrt_module()
+    raise UnsupportedError(
+        f"--target {target}: a plan with a TensorRT engine inside could not be served; `llmc export --tensorrt` writes "
+        "the engine of a plan, and --target cuda:sm_90 builds for the same GPUs"
+    )
 
 
 def default_precision(checkpoint: Checkpoint) -> str:

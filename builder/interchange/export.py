@@ -14,16 +14,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from llmc.artifacts.errors import PlanError
 from llmc.artifacts.files import disk_errors, temporary_beside
 from llmc.artifacts.plan import Plan
-from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.interchange.model import onnx_model
 from llmc.builder.ir import Graph
-from llmc.builder.page.render import lower_plan
-from llmc.builder.weights.pack import unpack_panels
-from llmc.builder.weights.placement import Member, Placement
-from llmc.builder.weights.recipe import Panels, PanelsGated, Recipe, parse
+from llmc.builder.plan_weights import PlanWeights
+from llmc.builder.weights.placement import Member
 from llmc.builder.weights.stream import Shaped, Sink, write_weights
 
 
@@ -46,56 +42,17 @@ def export_plan(plan: Plan, out: Path) -> Exported:
     """Weights are those of the plan, rounded and calibrated. Raises PlanError for a plan of a target whose weights are
     not those of the cpu target, UnsupportedError for an operator without ONNX form.
     """
-    if plan.manifest.target.kind != "cpu":
-        raise PlanError(f"{plan.path}: is for {plan.manifest.target.kind}; build it with --target cpu to export it")
-    lowered, rank = lower_plan(plan), plan.manifest.ranks[0]
-    program = lowered.programs[0]
-    stored = {
-        **_stored(plan, rank.weights, program.weights),
-        **_stored(plan, plan.manifest.shared_weights, lowered.shared),
-    }
+    stored = PlanWeights(plan)
 
     def write(member: Member, sink: Sink) -> None:
         written = 0
         for placement in member.placements:
-            shape = tuple(int(d) for d in placement.kind.shape)
-            value = np.ascontiguousarray(stored[placement.recipe].read(shape))
+            value = np.ascontiguousarray(stored.read(placement.recipe))
             sink.write(bytes(placement.offset - written))
             sink.write(value.reshape(-1).view(np.uint8).data)
             written = placement.offset + value.nbytes
 
-    return _write(program.graph, lowered.kv_dtype, lowered.profile.block_size, out, write)
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A parameter as the plan stores it, packed for the kernels or not."""
-
-    plan: Plan
-    section: str
-    placement: Placement
-    packing: type[Recipe] | None
-
-    def read(self, shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter in its own order."""
-        at = self.placement
-        raw = self.plan.section(self.section)[at.offset : at.offset + at.nbytes]
-        value = np.frombuffer(raw, NUMPY_DTYPES[at.kind.dtype]).reshape([int(d) for d in at.kind.shape])
-        if self.packing is None:
-            return value
-        return unpack_panels(value, shape, gated=self.packing is PanelsGated)
-
-
-def _stored(plan: Plan, section: str, member: Member) -> dict[str, _Stored]:
-    """By the recipe of the parameter."""
-    found = {}
-    for placement in member.placements:
-        recipe = parse(placement.recipe)
-        if isinstance(recipe, Panels | PanelsGated):
-            found[str(recipe.source)] = _Stored(plan, section, placement, type(recipe))
-        else:
-            found[placement.recipe] = _Stored(plan, section, placement, None)
-    return found
+    return _write(stored.graph, stored.kv_dtype, stored.profile.block_size, out, write)
 
 
 def _write(

@@ -1,0 +1,106 @@
+"""Builds the layers of a strongly typed TensorRT network. Comes in: TensorRT's module, operands. Goes out: tensors.
+Must not know: llmc's operators, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.artifacts.types import TensorType
+
+_UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "cos": "COS", "sin": "SIN", "sqrt": "SQRT", "abs": "ABS",
+          "floor": "FLOOR", "ceil": "CEIL", "round": "ROUND", "sign": "SIGN", "erf": "ERF",
+          "reciprocal": "RECIP"}  # fmt: skip
+_ACTIVATIONS = {"sigmoid": "SIGMOID", "tanh": "TANH", "relu": "RELU", "gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH"}
+_BINARY = {"add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "maximum": "MAX", "minimum": "MIN"}
+_DTYPES = {"f32": "FLOAT", "bf16": "BF16", "f8e4m3": "FP8", "i32": "INT32"}
+
+
+class Emitter:
+    """`values` has the tensor of each value of llmc's graph. Arrays that layers read are kept as long as this is.
+
+    Matrix products and attention are in bf16 (FP8 where both sides are), everything else in f32.
+    """
+
+    def __init__(self, trt: Any, network: Any, types: Mapping[str, TensorType]) -> None:
+        self.trt, self.network, self.types = trt, network, types
+        self.values: dict[str, Any] = {}
+        self._kept: list[Any] = []
+
+    def dtype(self, name: str) -> Any:
+        """TensorRT's name of a dtype."""
+        return getattr(self.trt.DataType, _DTYPES[name])
+
+    def constant(self, value: np.ndarray, dtype: str) -> Any:
+        """A tensor of a numpy array, whose dtype is llmc's `dtype`."""
+        array = np.ascontiguousarray(value)
+        weights = self.trt.Weights(self.dtype(dtype), array.ctypes.data, array.size)
+        self._kept += [array, weights]
+        return self.network.add_constant(array.shape, weights).get_output(0)
+
+    def number(self, value: float, rank: int) -> Any:
+        """f32[1, ...] that broadcasts over a tensor of that rank."""
+        return self.constant(np.full((1,) * rank, value, np.float32), "f32")
+
+    def cast(self, x: Any, dtype: str) -> Any:
+        """Nothing where it has that dtype already."""
+        return x if x.dtype == self.dtype(dtype) else self.network.add_cast(x, self.dtype(dtype)).get_output(0)
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        """-1 stands for the one size that is not known."""
+        layer = self.network.add_shuffle(x)
+        layer.reshape_dims = tuple(shape)
+        return layer.get_output(0)
+
+    def transpose(self, x: Any, perm: Sequence[int]) -> Any:
+        """Axes in another order."""
+        layer = self.network.add_shuffle(x)
+        layer.second_transpose = tuple(perm)
+        return layer.get_output(0)
+
+    def concat(self, parts: Sequence[Any], axis: int) -> Any:
+        """`axis` counts from the first."""
+        layer = self.network.add_concatenation(list(parts))
+        layer.axis = axis
+        return layer.get_output(0)
+
+    def gather(self, table: Any, rows: Any) -> Any:
+        """Rows of a table."""
+        return self.network.add_gather(table, rows, 0).get_output(0)
+
+    def last_columns(self, x: Any, start: int, stop: int) -> Any:
+        """Entries start:stop of the last axis, by their numbers: other axes may be dynamic."""
+        index = self.constant(np.arange(start, stop, dtype=np.int32), "i32")
+        return self.network.add_gather(x, index, len(x.shape) - 1).get_output(0)
+
+    def mean(self, x: Any) -> Any:
+        """Over the last axis, which stays as 1."""
+        return self.network.add_reduce(x, self.trt.ReduceOperation.AVG, 1 << (len(x.shape) - 1), True).get_output(0)
+
+    def apply(self, name: str, *operands: Any) -> Any:
+        """An elementwise function of f32 operands of any rank. Raises ValueError for one without a layer."""
+        match name:
+            case "silu":
+                return self.apply("mul", operands[0], self.apply("sigmoid", operands[0]))
+            case "square":
+                return self.apply("mul", operands[0], operands[0])
+            case "rsqrt":
+                return self.apply("reciprocal", self.apply("sqrt", operands[0]))
+        if name in _UNARY:
+            return self.network.add_unary(operands[0], getattr(self.trt.UnaryOperation, _UNARY[name])).get_output(0)
+        if name in _ACTIVATIONS:
+            kind = getattr(self.trt.ActivationType, _ACTIVATIONS[name])
+            return self.network.add_activation(operands[0], kind).get_output(0)
+        if name in _BINARY:
+            rank = max(len(x.shape) for x in operands)
+            left, right = (self._widened(x, rank) for x in operands)
+            kind = getattr(self.trt.ElementWiseOperation, _BINARY[name])
+            return self.network.add_elementwise(left, right, kind).get_output(0)
+        raise ValueError(f"the function {name} has no TensorRT layer here")
+
+    def _widened(self, x: Any, rank: int) -> Any:
+        """With axes of 1 in front, as numpy broadcasts."""
+        return x if len(x.shape) == rank else self.reshape(x, (1,) * (rank - len(x.shape)) + tuple(x.shape))

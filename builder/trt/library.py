@@ -1,0 +1,26 @@
+"""Which TensorRT there is. Comes in: nothing. Goes out: its module, or EnvironmentFault with what to install and what
+to use instead. Must not know: graphs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import import_module
+from typing import Any
+
+from llmc.artifacts.errors import EnvironmentFault
+
+#: Import names, the full one first: TensorRT-RTX has the same network interface, for fewer GPUs and without plug-ins.
+MODULES = ("tensorrt", "tensorrt_rtx")
+
+
+def tensorrt_module() -> Any:
+    """The first that is installed."""
+    for name in MODULES:
+        if importlib.util.find_spec(name) is not None:
+            return import_module(name)
+    raise EnvironmentFault(
+        "TensorRT is not installed: pip install tensorrt (needs NVIDIA's package index), or pip install tensorrt-rtx "
+        "for GPUs of sm_89 and sm_120. Without it, --target cuda:sm_90 builds for the same GPUs, and "
+        "`llmc export --onnx` writes the graph for other builders"
+    )
