@@ -30,7 +30,7 @@ def _linear(e: Emitter, node: Node) -> list[Any]:
         layer.axis = 0
         w = layer.get_output(0)
         if a.x_scale is not None:
-            scale = e.constant(np.float32(a.x_scale), "f32")
+            scale = e.constant(np.asarray(a.x_scale, np.float32), "f32")
             x = e.network.add_quantize(x, scale, e.dtype("f8e4m3")).get_output(0)
             x = e.network.add_dequantize(x, scale, e.dtype("bf16")).get_output(0)
     none, turned = e.trt.MatrixOperation.NONE, e.trt.MatrixOperation.TRANSPOSE
