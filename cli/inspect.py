@@ -149,7 +149,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("digest", plan.digest),
         ("model", f"{m.model.name} ({m.model.architecture}, {m.model.num_parameters / 1e6:.1f} M parameters)"),
         ("checkpoint", f"{m.checkpoint.digest} ({m.checkpoint.format}, {len(m.checkpoint.files)} files)"),
-        ("target", f"{m.target.kind}:{m.target.isa} ({', '.join(m.target.features)})"),
+        ("target", f"{m.target.kind}:{m.target.isa} ({', '.join(m.target.features)}){_driver(m.target.driver)}"),
         ("precision", f"{m.build.precision}, KV cache {m.build.kv_dtype}{scales}, tp {m.build.tp}"),
         ("profile", f"{m.profile.name}: steps of {ranges} tokens, {m.profile.max_num_seqs} sequences"),
         ("max_seq_len", f"{m.profile.max_seq_len} (outside: {m.profile.outside}), blocks of {m.profile.block_size}"),
@@ -177,6 +177,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         )
         rows.append((f"rank {r.rank}", text))
     return rows
+
+
+def _driver(version: int) -> str:
+    """What a GPU's driver must be, as cuDriverGetVersion counts; nothing for a CPU's target."""
+    return f", driver of CUDA {version // 1000}.{version % 1000 // 10} or later" if version else ""
 
 
 def _quality(figures: dict[str, Any]) -> str:

@@ -151,7 +151,7 @@ class _Step:
         offset = alias.offset // NUMPY_DTYPES[kind.dtype].itemsize * NUMPY_DTYPES[dtype].itemsize
         if form is not None:
             if form.kind.dtype == "u8":  # 4-bit numbers, two in a byte
-                return _Value(Address(form.space, form.offset), dtype, alias.stride // 2, form.kind.nbytes())
+                return _Value(Address(form.space, form.offset), dtype, int(form.kind.shape[-1]), form.kind.nbytes())
             return _Value(Address(form.space, form.offset + offset), dtype, alias.stride, form.kind.nbytes() - offset)
         nbytes = binder.nbytes(alias.root, self.symbols) - offset
         if root.op == "input":

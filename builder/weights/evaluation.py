@@ -15,7 +15,7 @@ from llmc.artifacts.types import FP8_MAX, INT4_GROUP, NUMPY_DTYPES, TensorType
 from llmc.builder.weights.fp8 import quantize_fp8
 from llmc.builder.weights.int4 import int4_scale, int4_zero, quantize_int4
 from llmc.builder.weights.int8 import int8_scale, quantize_int8
-from llmc.builder.weights.pack import pack_panels
+from llmc.builder.weights.pack import pack_nibbles, pack_panels
 from llmc.builder.weights.recipe import (
     Add,
     Buffer,
@@ -33,6 +33,7 @@ from llmc.builder.weights.recipe import (
     Load,
     Matrices,
     Mul,
+    Nibbles,
     Pad,
     Panels,
     PanelsGated,
@@ -131,6 +132,10 @@ def infer(recipe: Recipe, leaf: Callable[[Leaf], tuple[int, ...]]) -> TensorType
             if shape[len(shape) == 3] % 2 or width % 2:
                 raise _fail(recipe, f"{source} has no two equal halves of rows")
             return _panels(source, width)
+        case Nibbles():
+            if source.dtype != "u4":
+                raise _fail(recipe, f"{source} is not of 4-bit numbers")
+            return TensorType("u8", (*shape[:-1], -(-shape[-1] // 2)))
     return TensorType(source.dtype, tuple(shape))
 
 
@@ -230,6 +235,8 @@ def apply(recipe: Recipe, values: list[np.ndarray]) -> np.ndarray:
             return pack_panels(value, width)
         case PanelsGated(_, width):
             return pack_panels(value, width, gated=True)
+        case Nibbles():
+            return pack_nibbles(value)
     raise _fail(recipe, "is a leaf and has no step")
 
 

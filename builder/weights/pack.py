@@ -1,7 +1,7 @@
-"""The layout in which linear kernels read weights: panels of outputs, side by side for every k.
+"""The layouts in which kernels read weights: panels of outputs, side by side for every k; 4-bit numbers two in a byte.
 
-plugins/linear/formats.h is the other side of this. Comes in: a matrix or vector by outputs. Goes out: its panels. Must
-not know: recipes, where weights come from.
+plugins/linear/formats.h is the other side of the panels. Comes in: a matrix or vector by outputs. Goes out: the same,
+packed. Must not know: recipes, where weights come from.
 """
 
 from __future__ import annotations
@@ -81,3 +81,11 @@ def _nibbles(panels: np.ndarray) -> np.ndarray:
     parts = panels.reshape(count, width // 64, 4, 2, 8, columns)
     both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4
     return np.ascontiguousarray(both.transpose(0, 4, 1, 3, 2)).reshape(count, columns, width // 2)
+
+
+def pack_nibbles(value: np.ndarray) -> np.ndarray:
+    """u4[.., K] -> u8[.., K / 2]: the even column low; a zero behind an odd K."""
+    numbers = value.astype(np.uint8)
+    if numbers.shape[-1] % 2:
+        numbers = np.concatenate([numbers, np.zeros((*numbers.shape[:-1], 1), np.uint8)], axis=-1)
+    return numbers[..., 0::2] | numbers[..., 1::2] << 4

@@ -26,6 +26,7 @@ A leaf is float32, whatever the checkpoint stores, unless it is `stored`: a dtyp
     pad(r, axis, n)             zeros behind, until the axis has n entries
     panels(r, width)            the layout that linear kernels read, see `pack_panels`
     panels_gated(r, width)      the same for gate rows followed by as many up rows: half a panel gate, half a panel up
+    nibbles(r)                  u8[..,K/2] of u4[..,K]: two in a byte, the even column low, a zero behind an odd K
 
 A weight of rank 3 is a stack of matrices [E, N, K], one an expert or a head: its scales are f32[E, N], its
 panels those of each.
@@ -286,6 +287,13 @@ class PanelsGated(Recipe):
     width: int
 
 
+@dataclass(frozen=True)
+class Nibbles(Recipe):
+    """u4[.., K] -> u8[.., K / 2]: two numbers of a row in a byte, the even column low; a zero behind an odd K."""
+
+    source: Recipe
+
+
 Leaf = Load | StoredTensor | Buffer
 
 _CLASSES: dict[str, type[Recipe]] = {
@@ -315,6 +323,7 @@ _CLASSES: dict[str, type[Recipe]] = {
     "pad": Pad,
     "panels": Panels,
     "panels_gated": PanelsGated,
+    "nibbles": Nibbles,
 }
 #: Field annotation -> what its value (each of them, in a tuple) must be.
 _FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -40,6 +40,7 @@ from llmc.builder.weights.recipe import (
     Load,
     Matrices,
     Mul,
+    Nibbles,
     Panels,
     PanelsGated,
     Recipe,
@@ -150,6 +151,8 @@ def rows(recipe: Recipe, start: int, stop: int, source: Shaped) -> Recipe:
             return Matrices(rows(inner, start * count, stop * count, source), count)
         case Fp8(inner, scale) | Int8(inner, scale):
             return type(recipe)(rows(inner, start, stop, source), rows(scale, start, stop, source))
+        case Nibbles(inner):
+            return Nibbles(rows(inner, start, stop, source))
         case Int4(inner, scale, zero):
             return Int4(*(rows(part, start, stop, source) for part in (inner, scale, zero)))
         case Stack(sources):

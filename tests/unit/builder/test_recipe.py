@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmc.artifacts.types import FP8_MAX
+from llmc.artifacts.types import FP8_MAX, NUMPY_DTYPES
 from llmc.builder.weights.cut import picked, sliced
 from llmc.builder.weights.evaluation import evaluate, infer
+from llmc.builder.weights.pack import pack_nibbles
 from llmc.builder.weights.recipe import (
     Buffer,
     Cast,
@@ -243,3 +244,8 @@ def test_gated_panels_keep_gate_and_up_together() -> None:
     assert packed[1, 2, 7] == TENSORS["w"][39, 2]
     assert packed[1, 2, 39] == TENSORS["w"][79, 2]
     assert not packed[1, :, 8:32].any()
+
+
+def test_nibbles_lie_two_in_a_byte_the_even_column_low() -> None:
+    numbers = np.array([[1, 2, 3], [15, 0, 9]], np.uint8).astype(NUMPY_DTYPES["u4"])
+    assert pack_nibbles(numbers).tolist() == [[0x21, 0x03], [0x0F, 0x09]]

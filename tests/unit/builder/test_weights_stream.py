@@ -71,6 +71,8 @@ RECIPES = [
     "panels(int4_scale(concat(0, load('w'), slice(load('w'), 0, 3, 70))), 64)",
     "panels_gated(int4_zero(slice(load('w'), 0, 2, 130)), 64)",
     "panels(slice(stored('n', 'u4'), 1, 200, 300), 64)",
+    "nibbles(slice(stored('n', 'u4'), 1, 200, 299))",
+    "nibbles(int4_zero(slice(load('w'), 0, 2, 130)))",
     "panels(concat(0, stored('q', 'f8e4m3'), slice(stored('q', 'f8e4m3'), 0, 3, 90)), 64)",
     "slice(stored('q', 'f8e4m3'), 1, 8, 40)",
     "panels_gated(slice(stored('q', 'f8e4m3'), 0, 2, 130), 64)",

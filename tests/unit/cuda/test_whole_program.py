@@ -24,16 +24,18 @@ from llmc.profiles import CudaTarget, load_target
 from tests.models import VOCAB, tiny_config, tiny_model
 from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
 from tests.unit.builder.weights_of import Tensors, model_tensors
-from tests.unit.cuda.whole_program import whole_program
+from tests.unit.cuda.harness import interpreter
+from tests.unit.cuda.whole_program import WholeProgram
 
 torch.set_num_threads(1)
 PROFILE = ShapeProfile("test", (TokenRange(1, 1, 4), TokenRange(5, 64, 64)), 8, 256, 16)
 CAPACITIES = (30, 20, 20)
 BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
 #: Tokens of each sequence in each step: prefill, a chunk beside decodes, decodes.
-STEPS = ((17, 5, 0), (1, 1, 3), (1, 1, 1), (1, 0, 1))
-#: precision, ranks, and the root mean square of the difference, in that of the logits, that rounding explains.
-CASES = [("bf16", 1, 0.02), ("bf16", 2, 0.02), ("fp8", 1, 0.04), ("fp8", 2, 0.04)]
+STEPS = ((17, 2, 0), (1, 1, 3), (1, 1, 1))
+#: precision, ranks, and the root mean square of the difference, in that of the logits, that rounding explains: of an
+#: input that lies between two E4M3 numbers, 6 % apart, either side may take another one.
+CASES = [("bf16", 1, 0.02), ("bf16", 2, 0.02), ("fp8", 1, 0.07), ("fp8", 2, 0.07)]
 
 
 @cache
@@ -66,13 +68,14 @@ def test_a_program_computes_what_the_cpu_engine_computes(precision: str, tp: int
     compiled = pipeline.run(model()[0], options)
     lowered = lower(compiled.graphs, PROFILE, target, compiled.kv_dtype, compiled.vocab)
     want = cpu_logits(precision, tp)
-    with whole_program(lowered, model()[1], BLOCKS) as program:
-        have = steps(compiled.graphs[0], lambda inputs, context: program.run(inputs, context, padded=2))
+    program = WholeProgram(lowered, model()[1], BLOCKS, interpreter())
+    have = steps(compiled.graphs[0], lambda inputs, context: program.run(inputs, context, padded=2))
+    clear = 0
     for counts, mine, theirs in zip(STEPS, have, want, strict=True):
         scale = np.sqrt(np.mean(theirs**2))
         assert np.sqrt(np.mean((mine - theirs) ** 2)) <= most * scale, counts
-        best = theirs.argmax(axis=1)
-        second = np.sort(theirs, axis=1)[:, -2]
-        clear = theirs.max(axis=1) - second > 4 * most * scale
-        assert (mine.argmax(axis=1) == best)[clear].all()
-        assert clear.any()
+        ordered = np.sort(theirs, axis=1)
+        sure = ordered[:, -1] - ordered[:, -2] > 2 * most * scale
+        assert (mine.argmax(axis=1) == theirs.argmax(axis=1))[sure].all()
+        clear += sure.sum()
+    assert clear, "no step has a best token that rounding cannot change"

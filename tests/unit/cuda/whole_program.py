@@ -7,8 +7,7 @@ Comes in: `CudaLowered`, a model's tensors, steps of a `Batch`. Goes out: logits
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from tests.unit.builder.weights_of import Tensors
 #: Between any two spaces: what runs over the end of one meets no other.
 _GUARD = 4096
 _UNWRITTEN = 0xFF
-_DTYPES = {f"*{triton}": dtype for dtype, triton in TRITON_TYPES.items() if dtype != "u4"}
+_DTYPES = {f"*{triton}": dtype for dtype, triton in TRITON_TYPES.items()}
 
 
 class _Rank:
@@ -190,10 +189,3 @@ def _arrays(inputs: Mapping[str, np.ndarray], context: StepContext, padded: int)
     assert set(found) | {"block_tables"} == set(STEP_ARRAYS)
     arrays = {name: np.asarray(values, np.int32) for name, values in found.items()}
     return {**arrays, "block_tables": np.asarray(context.block_tables, np.int32)}
-
-
-@contextmanager
-def whole_program(lowered: CudaLowered, tensors: Tensors, blocks: int, nbytes: int = 1 << 28) -> Iterator[WholeProgram]:
-    """A model in a memory of its own."""
-    with Interpreter(nbytes) as interpreter:
-        yield WholeProgram(lowered, tensors, blocks, interpreter)
