@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.blocks import check_scaled, places, scaled, value_bytes
-from llmc.plugins.cuda.call import Arg, CudaCall, CudaEnv, Product, StepArray, Symbol, Temporary
+from llmc.plugins.cuda.call import Arg, CudaCall, CudaEnv, Product, StepArray, Symbol
+from llmc.plugins.cuda.partitions import combine, partitions
 from llmc.plugins.cuda.rows import power_of_two
 from llmc.plugins.paged_attention import Attrs
 
-#: A decode step divides a context into parts of at least so many positions, and into at most so many parts.
-_LEAST_PARTITION, _MOST_PARTITIONS = 256, 32
 #: Architectures whose tensor cores leave their sums, or read operands, outside a warp's registers.
 _WARP_GROUPS = (90, 100)
 #: The least operand of a product on tensor cores.
@@ -40,53 +39,29 @@ def launch(
 
 def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
     tactics = env.tactics.get("decode", {})
-    partition = tactics.get("partition") or max(_LEAST_PARTITION, power_of_two(-(-env.max_context // _MOST_PARTITIONS)))
-    parts, visible = -(-env.max_context // partition), _visible(a)
-    if visible is not None:
-        parts = min(parts, -(-(visible - 1) // partition) + 1)
-    splits: Constexprs = {"HEADS": a.heads, "PARTITION": partition, "PARTITIONS": parts}
-    shape: tuple[int | str, ...] = ("num_seqs", a.heads, parts)
-    between: dict[str, Arg] = {
-        "partial": Temporary("partial", "f32", (Product((*shape, a.value_dim)),)),
-        "partial_most": Temporary("partial_most", "f32", (Product(shape),)),
-        "partial_total": Temporary("partial_total", "f32", (Product(shape),)),
-    }
+    parts = partitions(env, tactics, min((n for n in (a.window, a.chunk) if n is not None), default=None))
+    between = parts.between(a.heads, a.value_dim)
     args, constexprs = _common(a, env)
     rows = max(_LEAST_ROWS, power_of_two(a.heads // a.kv_heads))
-    used = between if parts > 1 else {}
     first = CudaCall(
         kernel="paged_attention.kernels:decode",
-        args=args | used,
-        constexprs=dict.fromkeys(between if parts == 1 else ()) | constexprs | splits | _tile(a, rows, tactics),
-        grid=(
-            (Product(("num_seqs",)),),
-            (Product((a.kv_heads,)),),
-            (Product(("max_context",), partition) if visible is None else Product((parts,)),),
-        ),
+        args=args | {name: arg for name, arg in between.items() if arg is not None},
+        constexprs={
+            **{name: None for name, arg in between.items() if arg is None},
+            **constexprs,
+            **parts.constexprs(a.heads),
+            **_tile(a, rows, tactics),
+        },
+        grid=((Product(("num_seqs",)),), (Product((a.kv_heads,)),), parts.axis()),
         num_warps=tactics.get("num_warps", 4),
         num_stages=tactics.get("num_stages", 2),
         narrow=frozenset({0}),
     )
     calls = [scaled(first, a.kv_scales, "tl.program_id(1)")]
-    if parts > 1:
-        calls.append(_combine(a, args, constexprs, between, splits))
+    if parts.count > 1:
+        y = {name: args[name] for name in ("y", "y_stride")}
+        calls.append(combine(parts, a.heads, a.value_dim, y, args.get("sinks"), a.window, a.chunk))
     return tuple(calls)
-
-
-def _combine(
-    a: Attrs, args: Mapping[str, Arg], constexprs: Constexprs, between: Mapping[str, Arg], splits: Constexprs
-) -> CudaCall:
-    own = {name: args[name] for name in ("sinks", "context_len", "y", "y_stride") if name in args}
-    fixed: Constexprs = {"sinks": None} if "sinks" in constexprs else {}
-    fixed |= {name: constexprs[name] for name in ("V_WIDTH", "WINDOW", "CHUNK")}
-    block = power_of_two(a.value_dim)
-    return CudaCall(
-        kernel="paged_attention.kernels:combine",
-        args={**between, **own},
-        constexprs={**fixed, **splits, "V_BLOCK": block},
-        grid=((Product(("num_seqs",)),), (Product((a.heads,)),)),
-        num_warps=max(1, block // 128),
-    )
 
 
 def _mixed(a: Attrs, env: CudaEnv) -> CudaCall:
@@ -108,12 +83,6 @@ def _mixed(a: Attrs, env: CudaEnv) -> CudaCall:
         narrow=frozenset({0}),
     )
     return scaled(call, a.kv_scales, "tl.program_id(1)")
-
-
-def _visible(a: Attrs) -> int | None:
-    """How many keys a query sees at most; None: all before it."""
-    limits = [limit for limit in (a.window, a.chunk) if limit is not None]
-    return min(limits, default=None)
 
 
 def _common(a: Attrs, env: CudaEnv) -> tuple[dict[str, Arg], Constexprs]:

@@ -160,31 +160,37 @@ def rope_cache(
     if position >= 0:
         cos_row = token * cos_stride
         sin_row = token * sin_stride
+        columns = tl.arange(0, BLOCK)[None, :]
         if part < KV_HEADS:
-            own = part + tl.zeros([1, 1], tl.int32)
+            head = part + tl.zeros([1, 1], tl.int32)
             key = turned(
-                k + token * k_stride, own, own >= 0, cos, cos_row, sin, sin_row, k_weight, k_bias,
+                k + token * k_stride, head, head >= 0, cos, cos_row, sin, sin_row, k_weight, k_bias,
                 means, token * means_stride + 1, eps, WIDTH, BLOCK, ROTARY, INTERLEAVED, LAYER_NORM,
                 NORM_LAST, OWN_WEIGHTS,
             )  # fmt: skip
             table = block_tables + tl.load(sequences + token).to(tl.int64) * table_stride
             block = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * BLOCK_STRIDE
             slot = part * BLOCK_SIZE + position % BLOCK_SIZE
-            k_columns = tl.arange(0, BLOCK)[None, :]
-            k_place = keys + block + slot * WIDTH + k_columns
-            tl.store(k_place, (key / key_scale).to(keys.dtype.element_ty), mask=k_columns < WIDTH)
+            tl.store(
+                keys + block + slot * WIDTH + columns, (key / key_scale).to(keys.dtype.element_ty), mask=columns < WIDTH
+            )
             v_columns = tl.arange(0, V_BLOCK)
             inside = v_columns < V_WIDTH
             value = tl.load(v + token * v_stride + part * V_WIDTH + v_columns, mask=inside, other=0.0).to(tl.float32)
-            v_place = values + block + slot * V_WIDTH + v_columns
-            tl.store(v_place, (value / value_scale).to(values.dtype.element_ty), mask=inside)
+            tl.store(
+                values + block + slot * V_WIDTH + v_columns,
+                (value / value_scale).to(values.dtype.element_ty),
+                mask=inside,
+            )
         else:
-            head = (part - KV_HEADS) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+            heads = (part - KV_HEADS) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
             query = turned(
-                q + token * q_stride, head, head < HEADS, cos, cos_row, sin, sin_row, q_weight, q_bias,
+                q + token * q_stride, heads, heads < HEADS, cos, cos_row, sin, sin_row, q_weight, q_bias,
                 means, token * means_stride, eps, WIDTH, BLOCK, ROTARY, INTERLEAVED, LAYER_NORM,
                 NORM_LAST, OWN_WEIGHTS,
             )  # fmt: skip
-            columns = tl.arange(0, BLOCK)[None, :]
-            place = y + token * y_stride + head * WIDTH + columns
-            tl.store(place, query.to(y.dtype.element_ty), mask=(head < HEADS) & (columns < WIDTH))
+            tl.store(
+                y + token * y_stride + heads * WIDTH + columns,
+                query.to(y.dtype.element_ty),
+                mask=(heads < HEADS) & (columns < WIDTH),
+            )
