@@ -3,12 +3,13 @@
 # make check   lint, types, import rules (part of test)
 # make bench   speed beside llama.cpp in the same run, as a table in build/bench.md
 # make soak MINUTES=30   a server under mixed load: no hang, no wrong answer, nothing leaks
+# make gpu     on a machine with an NVIDIA GPU: the tests that need one, then a benchmark beside the roofline
 # make memory  peak memory of building and calibrating a random checkpoint of 8 GB
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check unit bench soak memory model install clean
+.PHONY: demo test check unit bench gpu soak memory model install clean
 
 PYTHON ?= python3
 # The CPU build of PyTorch is enough, and smaller: TORCH="torch==2.13.0 --index-url ..." chooses another source.
@@ -58,6 +59,15 @@ build/bench-bf16.plan: $(MODEL) $(INSTALLED) $(SOURCES)
 
 $(PEER_MODELS): $(MODEL) tests/perf/requantize.py
 	$(BIN)/python -m tests.perf.requantize $(MODEL) $(patsubst .%,%,$(suffix $(basename $@))) $@
+
+# Ten minutes and 17 GB of disk; nothing is fetched but the packages.
+gpu: $(VENV)/.gpu
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
+	$(BIN)/python -m tests.perf.gpu --out build/gpu.json | tee build/gpu.md
+
+$(VENV)/.gpu: $(INSTALLED)
+	$(BIN)/python -m pip install -q -e '.[cuda,cuda-build]'
+	touch $@
 
 # Takes a while and about 21 GB of disk in the folder of temporary files.
 memory: $(INSTALLED)

@@ -6,6 +6,7 @@ Comes in: a Hugging Face config's fields. Goes out: a folder of sharded safetens
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +19,13 @@ _SHARD = 1 << 30
 _BLOCK = 1 << 22
 _DTYPES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
 #: What compressed-tensors writes for FP8 weights with a scale a row and inputs as they are.
-_FP8 = {
+_FP8: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
     "ignore": ["lm_head"],
     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
         "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}}},
 }  # fmt: skip
+_DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 #: Name, safetensors dtype, shape.
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -60,14 +62,17 @@ def _tensors(config: Mapping[str, Any], fp8: bool) -> Iterator[Tensor]:
         yield "lm_head.weight", "BF16", table
 
 
-def make_checkpoint(folder: Path, config: Mapping[str, Any], *, fp8: bool = False) -> Path:
-    """Writes the checkpoint with a tokenizer of a few words."""
+def make_checkpoint(folder: Path, config: Mapping[str, Any], *, fp8: bool = False, dynamic: bool = False) -> Path:
+    """Writes the checkpoint with a tokenizer of a few words. `dynamic`: inputs of FP8 layers are FP8 too, by token."""
     from transformers import AutoConfig
 
     from tests.models import tiny_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    extra = {"quantization_config": _FP8} if fp8 else {}
+    quantization = copy.deepcopy(_FP8)
+    if dynamic:
+        quantization["config_groups"]["group_0"]["input_activations"] = _DYNAMIC
+    extra = {"quantization_config": quantization} if fp8 else {}
     named = AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], dtype="bfloat16", **config, **extra)
     named.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
