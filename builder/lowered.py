@@ -54,7 +54,7 @@ class RankCode(ABC):
     @property
     @abstractmethod
     def operators(self) -> tuple[str, ...]:
-        """The operator of each launch of a small step, in order."""
+        """The operator of each launch of a step, in order; where steps differ, of one that has most."""
 
     @property
     def scratch(self) -> Scratch:

@@ -7,7 +7,9 @@ move. The arguments are read back as the cubins' own parameter tables say.
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -123,8 +125,6 @@ def expected(steps: Steps, program: CudaProgram, symbols: dict[str, int], places
 
 
 def _value(arg: Any, symbols: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    import struct
-
     match arg:
         case Address("null"):
             return 8, 0
@@ -213,6 +213,19 @@ def test_cubins_say_themselves_what_programs_pass(plan: Plan) -> None:
         assert len(found.parameters) == len(kernel.parameters)
     used = {kernel.section for kernel in program.kernels}
     assert used == {s.name for s in plan.manifest.sections if s.name.endswith(".cubin")}
+
+
+def test_timed_steps_are_launched_one_by_one_between_events(plan: Plan, driver: Path, tmp_path: Path) -> None:
+    decode = "    executor.run(StepBatch([chunk(9, 1, 0)]))\n    print(executor.launch_seconds()[0].tolist())\n"
+    script = SCRIPT[: SCRIPT.index("with Executor")] + (
+        "with Executor(Plan.open(sys.argv[1]), num_blocks=4, timed=True) as executor:\n" + decode
+    )
+    log = tmp_path / "log"
+    done = run(script, [str(plan.path)], driver, FAKE_CUDA_LOG=str(log))
+    assert done.returncode == 0, done.stderr
+    # The driver says 0.25 ms between any two events.
+    assert json.loads(done.stdout) == [0.25e-3, *[0.0] * (plan.manifest.ranks[0].launches - 1)]
+    assert "begin" not in log.read_text()
 
 
 @pytest.mark.parametrize(
