@@ -111,6 +111,20 @@ def parse_weights(text: str) -> dict[str, float]:
     type=click.IntRange(min=1),
     help="Larger request bodies get 413.",
 )
+@click.option(
+    "--max-connections",
+    default=900,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="While there are more, requests get 503 with Retry-After; /health, /ready and /metrics still answer.",
+)
+@click.option(
+    "--request-timeout",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds in which a request must have arrived, head and body, before it gets 408.",
+)
 @click.option("--slo", help="Levels that /metrics counts goodput against, such as ttft=500ms,tpot=50ms.")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="A line of log a request.")
@@ -134,6 +148,8 @@ def command(
     ssl_keyfile: Path | None,
     allowed_origins: tuple[str, ...],
     max_body_bytes: int,
+    max_connections: int,
+    request_timeout: float,
     slo: str | None,
     log_format: str,
     log_requests: bool,
@@ -147,7 +163,7 @@ def command(
     from llmc.runtime.server.serve import ServeConfig, serve
     from llmc.runtime.server.slo import Slo
 
-    app = AppOptions(read_keys(api_keys, api_key_file), allowed_origins, max_body_bytes, log_requests)
+    app = AppOptions(read_keys(api_keys, api_key_file), allowed_origins, max_body_bytes, max_connections, log_requests)
     config = ServeConfig(
         plan,
         model,
@@ -157,6 +173,7 @@ def command(
         names,
         CoreOptions.of(engine),
         shutdown_timeout,
+        request_timeout,
         app,
         ssl_certfile,
         ssl_keyfile,

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from llmc.runtime.server import chat, completions, errors, openapi
 from llmc.runtime.server.access import ApiKeys, RequireKey
 from llmc.runtime.server.body import MAX_BODY_BYTES, BodyLimit
+from llmc.runtime.server.connections import MAX_CONNECTIONS, ConnectionLimit
 from llmc.runtime.server.context import ServerContext, of
 from llmc.runtime.server.request_log import RequestLog
 
@@ -30,6 +31,7 @@ class AppOptions:
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
+    max_connections: int = MAX_CONNECTIONS
     log_requests: bool = True
 
 
@@ -41,6 +43,8 @@ def create_app(context: ServerContext, options: AppOptions) -> FastAPI:
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    count = lambda: context.connections()  # noqa: E731, PLW0108 - who counts is known only once the server runs
+    app.add_middleware(ConnectionLimit, most=options.max_connections, count=count)
     if options.keys:
         app.add_middleware(RequireKey, keys=ApiKeys(options.keys))
     if options.origins:

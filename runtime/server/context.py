@@ -6,6 +6,7 @@ Comes in: a `Service` (or none yet). Goes out: `ServerContext`, reached through 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -23,12 +24,15 @@ MAX_SEQUENCES = 1024
 
 @dataclass
 class ServerContext:
-    """One per app. `names` are the model names that requests may use; the first is the one that answers carry."""
+    """One per app. `names` are the model names that requests may use; the first is the one that answers carry.
+    `connections` tells how many there are now.
+    """
 
     plan: Plan
     names: tuple[str, ...]
     metrics: Metrics
     service: Service | None = None
+    connections: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

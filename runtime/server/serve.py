@@ -29,6 +29,7 @@ from llmc.artifacts.verify import require_verified
 from llmc.runtime.front import PROGRESS_DEADLINE
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.server.app import AppOptions, create_app
+from llmc.runtime.server.connections import bounded_protocol
 from llmc.runtime.server.context import ServerContext
 from llmc.runtime.server.last_resort import EndWithoutMemory, guard_loop, watch_loop
 from llmc.runtime.server.logs import configure
@@ -59,6 +60,7 @@ class ServeConfig:
     names: tuple[str, ...] = ()
     options: CoreOptions = field(default_factory=CoreOptions)
     shutdown_timeout: float = 30.0
+    request_timeout: float = 30.0
     app: AppOptions = field(default_factory=AppOptions)
     certificate: Path | None = None
     certificate_key: Path | None = None
@@ -146,6 +148,7 @@ class _Run:
         self._http = _Server(
             uvicorn.Config(
                 app,
+                http=bounded_protocol(config.app.max_connections, config.request_timeout, KEEP_ALIVE_SECONDS),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -157,6 +160,8 @@ class _Run:
                 ssl_keyfile=config.certificate_key,
             )
         )
+
+        self._context.connections = lambda: len(self._http.server_state.connections)
 
     async def main(self) -> int:
         """Returns the exit code."""

@@ -106,6 +106,7 @@ def main() -> int:
         if path is None:
             path = with_tokenizer(write_engine_plan(Path(folder) / "engine.plan", tp=2, max_num_seqs=16))
             options += ["--kv-bytes", str(40 * 64)]  # so few blocks that sequences are preempted
+            options += ["--kv-host-bytes", str(80 * 64)]
         server = Server([sys.executable, "-m", "llmc", "serve", str(path), *options], {})
         try:
             server.wait_ready(300)
