@@ -21,11 +21,12 @@ from typing import IO
 
 import msgspec
 
-from llmc.artifacts.errors import EnvironmentFault
+from llmc.artifacts.errors import EnvironmentFault, UnsupportedError
 from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cuda.cubin import Cubin
 from llmc.builder.cuda.variant import Variant
 from llmc.builder.cuda.worker import FP_FUSION, PTX_VERSION, Failure, Success, read, write
+from llmc.plugins.cuda.tiles import SHARED_MEMORY
 
 #: Raised by one whenever what a `Cubin` holds, or how one is compiled, changes.
 _CACHE_FORMAT = "1"
@@ -58,7 +59,8 @@ class CudaCompiler:
     def cubins(self, variants: Sequence[Variant], done: Callable[[int], None] = lambda count: None) -> list[Cubin]:
         """One for each variant, equal ones compiled once; `done` is told how many distinct ones are complete.
 
-        Raises EnvironmentFault with the compiler's message and the kernel.
+        Raises EnvironmentFault with the compiler's message and the kernel, UnsupportedError for a kernel that needs
+        more shared memory than the architecture has.
         """
         distinct = list(dict.fromkeys(variants))
         keys = {variant: self._key(variant) for variant in distinct}
@@ -73,6 +75,12 @@ class CudaCompiler:
                         self.cache.put(keys[variant], msgspec.msgpack.encode(cubin))
             if self.cache is not None:
                 self.cache.prune()
+        for variant, cubin in made.items():
+            if cubin.shared > (most := SHARED_MEMORY[variant.sm]):
+                raise UnsupportedError(
+                    f"kernel {variant.kernel} needs {cubin.shared} bytes of shared memory, a block on sm_{variant.sm} "
+                    f"has {most}: its tactics must name smaller tiles or fewer stages"
+                )
         return [made[variant] for variant in variants]
 
     def _key(self, variant: Variant) -> str:

@@ -142,6 +142,12 @@ def write(path: str) -> None:
     Path(path).write_bytes(cubin.code)
 
 
+def test_a_kernel_that_fits_no_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cuda_compile.SHARED_MEMORY, 90, -1)
+    with pytest.raises(UnsupportedError, match="scale_rows needs 0 bytes of shared memory, a block on sm_90 has -1"):
+        CudaCompiler().cubins([make()])
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_compile.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match=r"pip install 'llmc\[cuda-build\]'"):
