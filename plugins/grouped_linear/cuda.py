@@ -15,7 +15,7 @@ from llmc.plugins.cuda.rows import power_of_two, row_stride
 from llmc.plugins.cuda.tiles import most_rows, rows_argument, tiles
 from llmc.plugins.grouped_linear import Attrs
 from llmc.plugins.linear import groups
-from llmc.plugins.linear.cuda import imprecise_sums
+from llmc.plugins.linear.cuda import imprecise_sums, row_bytes
 from llmc.plugins.pointwise.cuda import formula
 
 #: Rows that a program of `route` looks at together, and columns of one of `combine`.
@@ -85,6 +85,7 @@ def _products(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[Tens
         "N": width,
         "K": depth,
         "groups": groups(depth, attrs.group_start) if w.dtype == "u4" else None,
+        "row_bytes": row_bytes(depth) if w.dtype == "u4" else None,
         "x_stride": row_stride("in", 0, x),
         "x_scale_stride": row_stride("in", last, inputs[last]) if x.dtype == "f8e4m3" else None,
     }
@@ -129,8 +130,8 @@ def _source(expr: str, parameters: Sequence[str]) -> str:
         "    expert, row, rows_inside = rows_of_tile(counts, order, E, EXPERTS, ROWS)",
         "    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)",
         "    column = tl.minimum(columns, N - 1)",
-        "    i0, i1 = expert_products(x, x_scale, w, w_scale, zero, bias, expert, row, column, N, K, groups, x_stride,",
-        f"                             x_scale_stride, {passed})",
+        "    i0, i1 = expert_products(x, x_scale, w, w_scale, zero, bias, expert, row, column, N, K, groups,",
+        f"                             row_bytes, x_stride, x_scale_stride, {passed})",
         f"    value = {value}",
         "    inside = rows_inside[:, None] & (columns < N)[None, :]",
         "    tl.store(y + row[:, None] * N + columns[None, :], value.to(y.dtype.element_ty), mask=inside)",

@@ -69,6 +69,7 @@ def expert_products(
     N,
     K,
     groups,
+    row_bytes,
     x_stride,
     x_scale_stride,
     SLOTS: tl.constexpr,
@@ -86,7 +87,7 @@ def expert_products(
     w_row = expert * (N * 2 if GATED else N) + column
     if zero is not None:
         x_at = x + x_row * x_stride
-        total, up = products_int4(x_at, w, w_scale, zero, w_row, K, N, groups, ROWS, COLUMNS, START, GATED)
+        total, up = products_int4(x_at, w, w_scale, zero, w_row, K, N, groups, row_bytes, ROWS, COLUMNS, START, GATED)
         scale = None
     else:
         depth = tl.arange(0, DEPTH)

@@ -34,5 +34,5 @@ def head_gemm(
     w_at = w + (head * N + column)[None, :] * K + depth[:, None]
     total, _ = products(x_at, w_at, w_at, K, ROWS, COLUMNS, DEPTH, EVEN_K, False, 0)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
-    y_at = y + row[:, None] * y_stride + (head * N + column)[None, :]
+    y_at = y + row[:, None] * y_stride + (head * N + columns)[None, :]
     tl.store(y_at, total.to(y.dtype.element_ty), mask=inside)

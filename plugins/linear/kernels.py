@@ -142,7 +142,7 @@ def gemm(
     if GATED:
         value = value * scaled(up_total, row, column + N, x_scale, x_scale_stride, w_scale, bias)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(y + row[:, None] * y_stride + column[None, :], value.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row[:, None] * y_stride + columns[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def int4_group(w, zero, column, group, START: tl.constexpr, row_bytes, zero_byte
         byte = group * (GROUP // 2) - START // 2 + tl.arange(0, GROUP // 2)
     else:
         byte = (group * GROUP - START + tl.arange(0, GROUP)) // 2
-    inside = (byte >= 0) & (byte < row_bytes)
+    inside = byte < row_bytes if START == 0 else (byte >= 0) & (byte < row_bytes)
     pair = tl.load(w + column[:, None] * row_bytes + byte[None, :], mask=inside[None, :], other=0)
     if START % 2 == 0:
         numbers = tl.interleave(pair & 15, pair >> 4)
@@ -175,13 +175,14 @@ def products_int4(
     K,
     N,  # from a row of w to its row of up with GATED
     groups,
+    row_bytes,  # of w
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     START: tl.constexpr,  # columns of the first group that lie before this matrix
     GATED: tl.constexpr,
 ):
     """As `products`, of INT4 weights: the products of a group are summed, scaled, and added to the groups before."""
-    row_bytes, zero_bytes = (K + 1) // 2, (groups + 1) // 2
+    zero_bytes = (groups + 1) // 2
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for group in range(0, groups):
@@ -208,6 +209,7 @@ def gemm_int4(
     N,
     K,
     groups,
+    row_bytes,
     x_stride,
     y_stride,
     ROWS: tl.constexpr,
@@ -222,12 +224,14 @@ def gemm_int4(
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     row, column = tl.minimum(rows, M - 1).to(tl.int64), tl.minimum(columns, N - 1).to(tl.int64)
     x_row = x + row * x_stride
-    total, up_total = products_int4(x_row, w, w_scale, zero, column, K, N, groups, ROWS, COLUMNS, START, GATED)
+    total, up_total = products_int4(
+        x_row, w, w_scale, zero, column, K, N, groups, row_bytes, ROWS, COLUMNS, START, GATED
+    )
     value = activate(scaled(total, row, column, None, 0, None, bias), ACTIVATION)
     if GATED:
         value = value * scaled(up_total, row, column + N, None, 0, None, bias)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(y + row[:, None] * y_stride + column[None, :], value.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row[:, None] * y_stride + columns[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

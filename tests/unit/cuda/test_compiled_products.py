@@ -1,4 +1,4 @@
-"""Matrix products as they are compiled: nothing spills, tensor cores do the work, shared memory suffices."""
+"""Matrix products as they are compiled: nothing spills, tensor cores do the work, memory is read in wide pieces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.cuda.cubin import Cubin
+from llmc.builder.cuda.sass import instructions
 from llmc.builder.cuda.variant import Variant
 from llmc.plugins import embedding, grouped_linear, head_linear, linear, quantize
 from llmc.plugins.cuda.call import CudaEnv
@@ -82,6 +83,9 @@ def cubins() -> list[Cubin]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
 def test_linear_uses_tensor_cores_and_spills_nothing(number: int, cubins: list[Cubin]) -> None:
     check_cubin(cubins[number], CASES[number].sm, CASES[number].expected)
+    used = instructions(cubins[number].code)
+    assert used["LDGSTS.E.BYPASS.128"], "the weights are not fetched 16 bytes at a time, ahead of their use"
+    assert used["STG.E.128"], "results are not stored 16 bytes at a time"
 
 
 def test_other_operators_spill_nothing() -> None:
