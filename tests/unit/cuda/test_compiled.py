@@ -107,6 +107,11 @@ def test_latent_attention() -> None:
         ("reduce", {"kind": "max"}, ["f32[T,600]"]),
         ("select_rows", {}, ["f32[T,600]", "i32[S]"]),
         ("mean_squares", {"widths": (1200,)}, ["f32[T,600]"]),
+        ("causal_conv", {"state": 0, "channels": 600, "taps": 4, "activation": "silu"}, ["f32[T,600]", "f32[600,4]"]),
+        (
+            "selective_scan", {"state": 0, "channels": 600, "state_size": 16},
+            ["f32[T,600]", "f32[T,16]", "f32[T,16]", "f32[T,600]", "f32[600,16]"],
+        ),
     ],
 )  # fmt: skip
 def test_rows(name: str, attrs: dict[str, Any], texts: list[str]) -> None:
