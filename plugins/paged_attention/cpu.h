@@ -106,7 +106,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
 
   struct Span {
     const uint8_t* blocks[kPartition / BS];  // by block within the partition; only those from first_group on are set
-    const uint8_t* next;                     // the block behind the partition, null where the tile needs none
+    const uint8_t* next[kPartition / BS];    // those of the partition behind it, null where the tile needs none
     int first_group, end_group;              // groups of 16 keys that are touched
     int end;                                 // one past the last key that is read; all relative to the partition
   };
@@ -122,7 +122,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     s.end_group = (s.end + kLanes - 1) / kLanes;
     const int32_t* table = step_.block_tables + int64_t(t.seq) * step_.block_table_stride + base / BS;
     for (int b = begin / BS; b * BS < s.end; ++b) s.blocks[b] = block(table[b]);
-    s.next = part < t.last_part ? block(table[kPartition / BS]) : nullptr;
+    for (int b = 0; b < kPartition / BS; ++b)
+      s.next[b] = base + kPartition + b * BS < t.end() ? block(table[kPartition / BS + b]) : nullptr;
     return s;
   }
 
@@ -152,21 +153,19 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
            (int64_t(kv_head) * BS + key % BS) * DV;
   }
 
-  // What will be read after some 16 keys: more keys, then values, then the next partition's keys; null where nothing is
-  // known. Blocks lie anywhere in memory, so the hardware cannot foresee them.
-  static const KV* after_keys(const Span& s, int kv_head, int group) {
-    if (group < s.end_group) return keys_at(s, kv_head, group * kLanes);
-    const int key = (s.first_group + group - s.end_group) * kLanes;
-    return key < s.end ? values_at(s, kv_head, key) : nullptr;
-  }
-  static const KV* after_values(const Span& s, int kv_head, int key) {
-    if (key < s.end) return values_at(s, kv_head, key);
-    return s.next && BS == kLanes ? reinterpret_cast<const KV*>(s.next) + int64_t(kv_head) * D * BS : nullptr;
-  }
-  static constexpr int kAhead = std::max(2 * kLanes, BS);
-  // With more rows the arithmetic takes longer than the memory does.
+  // Blocks lie anywhere in memory, so the hardware cannot foresee them, and with few rows memory takes longer than the
+  // arithmetic: while keys are read their values are fetched, and while values are read the next partition's keys.
   static constexpr bool fetches(int rows) { return rows <= 4; }
-  static void fetch(const KV* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+  static constexpr int lines(int numbers) { return (numbers * int(sizeof(KV)) + 63) / 64; }
+  template <_mm_hint To = _MM_HINT_T1>
+  static void fetch(const void* from, int line) {
+    _mm_prefetch(static_cast<const char*>(from) + 64 * line, To);
+  }
+
+  // Keys that come next in this partition; null behind it.
+  static const KV* after_keys(const Span& s, int kv_head, int group) {
+    return group < s.end_group ? keys_at(s, kv_head, group * kLanes) : nullptr;
+  }
 
   // Vectors beside R rows that the registers have room for.
   static constexpr int columns(int rows) {
@@ -205,20 +204,23 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   // Scores of R rows [R][D] and N groups of 16 keys.
   template <int R, int N>
   static void score_tile(const Span& s, int kv_head, const float* q, int group, float* scores, bool first) {
-    const KV *keys[N], *later[N];
+    const KV *keys[N], *later[N], *values[N];
     for (int n = 0; n < N; ++n) {
       keys[n] = keys_at(s, kv_head, (group + n) * kLanes);
       const KV* after = first && fetches(R) ? after_keys(s, kv_head, group + n + N) : nullptr;
       later[n] = after ? after : keys[n];
+      values[n] = first ? values_at(s, kv_head, (group + n) * kLanes) : keys[n];
     }
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
     constexpr int step = D % 4 == 0 && 4 * BS * sizeof(KV) <= 64 ? 4 : D % 2 == 0 ? 2 : 1;  // a line of the cache
+    constexpr int kEach = (lines(kLanes * DV) * step + D - 1) / D;
     for (int d = 0; d < D; d += step) {
       for (int n = 0; fetches(R) && n < N; ++n) {
-        fetch(later[n] + d * BS);
-        if (step * BS * sizeof(KV) > 64) fetch(later[n] + (d + step - 1) * BS);
+        fetch<_MM_HINT_T0>(later[n] + d * BS, 0);
+        if (step * BS * sizeof(KV) > 64) fetch<_MM_HINT_T0>(later[n] + (d + step - 1) * BS, 0);
+        for (int line = 0; line < kEach; ++line) fetch(values[n], d / step * kEach + line);
       }
       for (int e = d; e < d + step; ++e)
         multiply<R, N>(acc, [&](int r) { return splat(q[r * D + e]); }, [&](int n) { return load(keys[n] + e * BS); });
@@ -258,14 +260,15 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
+    constexpr int kEach = (lines(D * BS) + BS - 1) / BS;
     for (int first = s.first_group * kLanes; first < s.end; first += BS) {
       const KV* values = values_at(s, kv_head, first) + column;
-      const KV* after = first_rows && fetches(R) ? after_values(s, kv_head, first + kAhead) : nullptr;
-      const KV* later = after ? after + column : values;
+      const uint8_t* next = fetches(R) && first_rows && column == 0 ? s.next[first / BS] : nullptr;
+      const KV* keys = reinterpret_cast<const KV*>(next) + int64_t(kv_head) * D * BS;
       const int count = std::min(BS, s.end - first);
       const float* w = weights + first;
-      for (int i = 0; i < count; ++i, values += DV, later += DV, ++w) {
-        for (int j = 0; fetches(R) && j < N * kLanes; j += 64 / int(sizeof(KV))) fetch(later + j);
+      for (int i = 0; i < count; ++i, values += DV, ++w) {
+        for (int line = 0; next && line < kEach; ++line) fetch(keys, i * kEach + line);
         multiply<R, N>(acc, [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
           return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
         });
