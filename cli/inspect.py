@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--graph", is_flag=True, help="Print the compiled graph of each rank.")
 @click.option("--command", "as_command", is_flag=True, help="Print the `llmc build` command that makes the same bytes.")
 @click.option("--config", "as_config", is_flag=True, help="Print the same as a file for `llmc build --config`.")
-@click.option("--kernels", is_flag=True, help="Print what became of each kernel of a GPU: registers, memory, spills.")
+@click.option("--kernels", is_flag=True, help="Print what became of each kernel of a GPU: registers, memory, spilling.")
 @click.option("--rank", type=int, help="With --graph: this rank only.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with everything to this file.")
 @click.option("--dump", type=click.Path(path_type=Path), help="With --html: what --dump wrote in the same build.")
@@ -105,13 +105,11 @@ def _print_kernels(plan: Plan) -> None:
     sections = [rank.code for rank in plan.manifest.ranks]
     programs = [decode_program(plan.section(name), f"{plan.path}: {name}") for name in sections]
     reports = kernel_reports(programs, lambda name: bytes(plan.section(name)))
-    table = Table(
-        "kernel", "launches", "threads", "registers", "shared B", "spilled B", "tensor cores", "for", box=None
-    )
+    table = Table("kernel", "launches", "threads", "registers", "shared B", "stack B", "tensor cores", "for", box=None)
     for r in reports:
         cores = r.tensor_cores
         used = "not known" if cores is None else ", ".join(f"{name} x{n}" for name, n in cores.items()) or "none"
-        numbers = (r.launches, r.threads, r.registers, r.shared, r.spilled)
+        numbers = (r.launches, r.threads, r.registers, r.shared, r.stack)
         table.add_row(r.entry, *map(str, numbers), used, ", ".join(r.operators))
     console = Console()
     console.print(table)

@@ -47,8 +47,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel says of itself. `registers` a thread; `local`: bytes of a thread's stack, which is where registers
-    spill to (kernels of Triton have no other use for it); `shared`: static bytes of a block; `threads`: of a block.
+    """What a kernel says of itself. `registers` a thread; `local`: bytes of a thread's stack, where registers spill to,
+    and where sines of large numbers are worked out; `shared`: static bytes of a block; `threads`: of a block.
     """
 
     entry: str

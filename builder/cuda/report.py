@@ -1,4 +1,4 @@
-"""What became of a plan's kernels: registers, memory, spills and tensor-core instructions of each cubin.
+"""What became of a plan's kernels: registers, memory, stack and tensor-core instructions of each cubin.
 
 Comes in: the programs of a plan's ranks, its cubins. Goes out: `KernelReport`s, most launched first. Needs no Triton;
 with NVIDIA's disassembler it knows the instructions too. Must not know: where programs and cubins lie.
@@ -18,8 +18,9 @@ from llmc.builder.cuda.sass import disassembler, tensor_cores
 @dataclass(frozen=True)
 class KernelReport:
     """One cubin. `launches`: how often all ranks' steps launch it, each kind of step once; `operators`: what for.
-    `registers` a thread, `shared` bytes a block, static and dynamic; `spilled` bytes a thread. `tensor_cores`:
-    instruction -> how often it stands in the code; None where nothing could disassemble it.
+    `registers` a thread, `shared` bytes a block, static and dynamic; `stack` bytes a thread, where registers spill to,
+    and where sines of large numbers are worked out. `tensor_cores`: instruction -> how often it stands in the code;
+    None where nothing could disassemble it.
     """
 
     section: str
@@ -29,7 +30,7 @@ class KernelReport:
     threads: int
     registers: int
     shared: int
-    spilled: int
+    stack: int
     tensor_cores: Mapping[str, int] | None
 
 
@@ -59,7 +60,7 @@ def kernel_reports(programs: Sequence[CudaProgram], cubin: Callable[[str], bytes
                 threads=found.threads,
                 registers=found.registers,
                 shared=found.shared + shared[section],
-                spilled=found.local,
+                stack=found.local,
                 tensor_cores=tensor_cores(code) if known else None,
             )
         )

@@ -34,7 +34,7 @@ def test_a_kernel_is_reported_with_what_it_takes(monkeypatch: pytest.MonkeyPatch
     (cubin,) = compiled([case.made()])
     (found,) = kernel_reports([program(cubin.shared)] * 2, lambda section: cubin.code)
     assert (found.section, found.entry, found.launches, found.operators) == ("code/a.cubin", "gemm", 6, ("linear",))
-    assert (found.threads, found.shared, found.spilled) == (256, cubin.shared + resources(cubin.code).shared, 0)
+    assert (found.threads, found.shared, found.stack) == (256, cubin.shared + resources(cubin.code).shared, 0)
     assert 32 < found.registers <= 255
     assert found.tensor_cores is not None
     assert all(name.startswith("QGMMA.64x") for name in found.tensor_cores)
