@@ -19,7 +19,7 @@ LAYERS = 30
 
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tp", [1])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_smollm2_is_built_for_hopper(real_gguf: Path, smollm2_plan: Path, tmp_path: Path, tp: int) -> None:
     table = tmp_path / "table.json"
     ready = CalibrationTable.from_json(bytes(Plan.open(smollm2_plan).section("calibration.json")))
