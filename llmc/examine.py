@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.artifacts.errors import CheckpointError, EnvironmentFault, UsageError
 from llmc.artifacts.plan import Plan, machine_features
-from llmc.artifacts.schema import Target
+from llmc.artifacts.schema import Manifest, Target
 from llmc.builder.progress import Progress
 from llmc.builder.reference import batch_logits, forced, greedy
 from llmc.builder.verdict import Verdict
 from llmc.gate import OFF, Exam
+from llmc.runtime.cuda.gpus import check as check_gpus
+from llmc.runtime.cuda.gpus import choose_gpu_blocks, survey
 from llmc.runtime.machine import has_gpu_driver
+from llmc.runtime.selftest import Probe, probe_blocks
 from llmc.source import Source
 
 if TYPE_CHECKING:
     from llmc.calibration.quality import Quality
-    from llmc.runtime.selftest import Probe
 
 #: What a plan is asked when it is built, and again by `llmc verify --run`. The last one spans blocks and token ranges.
 GOLDEN_PROMPTS = (
@@ -56,19 +58,35 @@ _DIGITS: dict[str, Callable[[float], float]] = {
 }
 
 
-def cannot_run(target: Target) -> str | None:
-    """Why this machine cannot run an engine for this target, in words; None where it can."""
+def cannot_run(target: Target, tp: int, plan: Manifest | None = None) -> str | None:
+    """Why this machine cannot run an engine for this target, in words; None where it can. `plan`: the finished one's
+    manifest, which says what a GPU must have free, too.
+    """
     if target.kind == "cuda" and not has_gpu_driver():
         return "no GPU"
     missing = sorted(set(target.features) - machine_features())
-    return f"this machine lacks {', '.join(missing)}" if missing else None
+    if missing:
+        return f"this machine lacks {', '.join(missing)}"
+    if target.kind != "cuda":
+        return None
+    try:
+        machine = survey()
+        check_gpus(target, tp, machine)
+    except EnvironmentFault as fault:
+        return str(fault)
+    try:
+        if plan is not None:
+            choose_gpu_blocks(plan, machine.gpus, num_blocks=probe_blocks(plan.profile))
+    except EnvironmentFault:
+        # The reason stands in the plan, whose bytes must not depend on how much is free at the moment.
+        return f"too little free memory on this machine's {'GPU' if tp == 1 else 'GPUs'}"
+    return None
 
 
-def require_judge(exam: Exam, target: Target) -> None:
-    """Raises EnvironmentFault where a gate is set and this machine cannot run the engine that it is to judge: found out
-    before the build, not after.
+def require_judge(exam: Exam, target: Target, reason: str | None) -> None:
+    """Raises EnvironmentFault where a gate is set and this machine cannot run the engine that it is to judge, for
+    `reason`: found out before the build where it can be, not after.
     """
-    reason = cannot_run(target)
     if exam.evaluate and exam.gate is not None and reason is not None:
         raise EnvironmentFault(
             f"{reason}: so an engine for {target.kind}:{target.isa} cannot be compared with its checkpoint here, and a "
@@ -91,13 +109,14 @@ def examine(source: Source, path: Path, exam: Exam, text: EvaluationText | None,
     """
     plan = Plan.open(path, verify=False)
     figures: dict[str, float] = {}
-    if (reason := cannot_run(plan.manifest.target)) is not None:
+    target = plan.manifest.target
+    reason = cannot_run(target, len(plan.manifest.ranks), plan.manifest)
+    require_judge(exam, target, reason)
+    if reason is not None:
         with progress.stage("golden"):
             golden = _golden_without_engine(source, plan)
         quality: dict[str, Any] = {"run": f"not run: {reason}"}
     else:
-        from llmc.runtime.selftest import Probe
-
         with Probe(plan) as probe:
             with progress.stage("golden"):
                 golden = _golden(source, probe)

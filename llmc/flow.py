@@ -150,7 +150,8 @@ def _build(
     from llmc.source import Source
 
     target = load_target(options.target)
-    require_judge(exam, target.fingerprint)
+    unable = cannot_run(target.fingerprint, options.tp)
+    require_judge(exam, target.fingerprint, unable)
     longest = resolved_profile(checkpoint, options, target).max_seq_len
     source = Source(checkpoint, longest)
     require_writable(output)
@@ -160,8 +161,7 @@ def _build(
     _check_texts(checkpoint)
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
-    judged = exam.evaluate and cannot_run(target.fingerprint) is None
-    text = evaluation_text(source, exam, longest) if judged else None
+    text = evaluation_text(source, exam, longest) if exam.evaluate and unable is None else None
     if options.kv_dtype == "f8e4m3":
         dry_run(checkpoint, options)  # refuses a cache that cannot be FP8 before minutes of calibration
     table = rounding.table(checkpoint, options.precision, progress)

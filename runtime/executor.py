@@ -120,7 +120,7 @@ class Executor:
         wish = {"kv_bytes": kv_bytes, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
         if manifest.target.kind == "cuda":
             machine = survey()
-            check_gpus(manifest, machine)
+            check_gpus(manifest.target, len(manifest.ranks), machine)
             self.num_blocks = choose_gpu_blocks(manifest, machine.gpus, **wish)
         else:
             self.num_blocks = choose_num_blocks(manifest, available_memory() - (host_bytes or 0), **wish)

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from llmc.artifacts.plan import Plan
+from llmc.artifacts.schema import ShapeProfile
 from llmc.artifacts.verify import Finding
 from llmc.runtime.executor import Executor
 from llmc.runtime.step import Chunk, StepBatch
@@ -21,6 +22,11 @@ from llmc.runtime.step import Chunk, StepBatch
 GOLDEN = "golden.json"
 #: Seconds that a step may take: nobody waits for an answer, and a plan larger than memory is read anew in each.
 PATIENCE = 3600.0
+
+
+def probe_blocks(profile: ShapeProfile) -> int:
+    """KV blocks that a `Probe` takes."""
+    return -(-profile.max_seq_len // profile.block_size)
 
 
 class Probe:
@@ -31,7 +37,7 @@ class Probe:
     def __init__(self, plan: Plan | Path, *, threads: int | None = None) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan.open(plan)
         profile = self.plan.manifest.profile
-        count = -(-profile.max_seq_len // profile.block_size)
+        count = probe_blocks(profile)
         self._executor = Executor(self.plan, threads=threads, num_blocks=count, step_timeout=PATIENCE)
         self._blocks = array("i", range(count))
         #: The largest step whose every token may have its logits taken.

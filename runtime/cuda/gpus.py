@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.errors import EnvironmentFault, UsageError
-from llmc.artifacts.schema import Manifest, RankProgram
+from llmc.artifacts.schema import Manifest, RankProgram, Target
 from llmc.runtime.machine import has_gpu_driver
 
 #: What the driver, loaded kernels and captured graphs take beside what is allocated, and NCCL's buffers where there are
@@ -69,9 +69,8 @@ def survey() -> Survey:
     return Survey(found["driver"], tuple(Gpu(**gpu) for gpu in found["gpus"]))
 
 
-def check(manifest: Manifest, machine: Survey) -> None:
-    """Raises EnvironmentFault for a driver that is too old, too few GPUs, or GPUs of another kind."""
-    target, tp = manifest.target, len(manifest.ranks)
+def check(target: Target, tp: int, machine: Survey) -> None:
+    """Raises EnvironmentFault for a driver that is too old, too few GPUs for `tp` ranks, or GPUs of another kind."""
     if machine.driver < target.driver:
         raise EnvironmentFault(
             f"the GPU's driver is of CUDA {_words(machine.driver)}, and this plan needs {_words(target.driver)} or "

@@ -44,11 +44,11 @@ def gpu(free: int = 70 * GIB, sm: int = 90) -> Gpu:
 )
 def test_machines_that_cannot_run_it_are_refused_with_the_reason(machine: Survey, words: str) -> None:
     with pytest.raises(EnvironmentFault, match=words):
-        check(manifest(tp=2), machine)
+        check(manifest().target, 2, machine)
 
 
 def test_a_machine_that_can_is_taken() -> None:
-    check(manifest(tp=2), Survey(13010, (gpu(), gpu(), gpu(sm=80))))
+    check(manifest().target, 2, Survey(13010, (gpu(), gpu(), gpu(sm=80))))
 
 
 def test_no_driver_and_no_bindings_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
