@@ -25,7 +25,7 @@ from llmc.builder.ir import Graph
 from llmc.builder.lowered import Lowered
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
-from llmc.profiles import CpuTarget, CudaTarget, TargetDescription
+from llmc.profiles import CpuTarget, CudaTarget, TargetDescription, changed_tactics
 
 
 def lower(
@@ -91,7 +91,21 @@ class CudaBackend(Backend):
 
     def __init__(self, target: CudaTarget, options: BuildOptions) -> None:
         super().__init__(target.host, options)
+        self.target = target
         self.kernels = CudaCompiler(cubin_cache() if options.cache else None, options.workers)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Those of the host's library, and `--tactic=operator.name.key=value` for each number of a file of tactics."""
+        return (
+            *super().flags,
+            *(
+                f"--tactic={op}.{name}.{key}={value}"
+                for op, choices in changed_tactics(self.target).items()
+                for name, numbers in choices.items()
+                for key, value in numbers.items()
+            ),
+        )
 
     @property
     def libraries(self) -> Mapping[str, str]:

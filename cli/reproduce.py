@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
@@ -104,10 +106,22 @@ def _comments(plan: Plan) -> list[str]:
         text = yaml.safe_dump(content, default_flow_style=True, width=10_000, sort_keys=False).strip()
         lines.append(f"{profile.name}.yaml: {text}")
     if isinstance(tactics := build.config.get("tactics"), str):
-        defined = (
-            flag.removeprefix("-DLLMC_").lower().split("=") for flag in build.flags if flag.startswith("-DLLMC_")
-        )
-        lines.append(f"{tactics}: {{{', '.join(f'{name}: {value}' for name, value in defined)}}}")
+        lines.append(f"{tactics}: {_tactics(manifest.target.kind, build.flags)}")
     if isinstance(text_name := build.config.get("eval"), str):
         lines.append(f"{text_name}: the text of quality.json")
     return [f"# {line}" for line in lines]
+
+
+def _tactics(kind: str, flags: Sequence[str]) -> str:
+    """A file of tactics in a line of YAML, from what the compilers were told."""
+    found: dict[str, Any] = {}
+    mark = "-DLLMC_" if kind == "cpu" else "--tactic="
+    for flag in flags:
+        if flag.startswith(mark):
+            name, _, value = flag.removeprefix(mark).lower().partition("=")
+            *outer, key = name.split(".")
+            numbers = found
+            for part in outer:
+                numbers = numbers.setdefault(part, {})
+            numbers[key] = int(value)
+    return yaml.safe_dump(found, default_flow_style=True, width=10_000, sort_keys=False).strip()

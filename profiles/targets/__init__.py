@@ -164,12 +164,35 @@ def _driver(fields: Fields) -> int:
 
 
 def read_cuda_tactics(given: Fields, own: CudaTactics | None) -> CudaTactics:
-    """Numbers by operator and name. Those of a file replace the target's `own`, and must be among them."""
+    """Numbers by operator and name. Those of a file replace the target's `own`, and must be among them. Raises
+    UsageError naming the field.
+    """
     found = {op: dict(choices) for op, choices in (own or {}).items()}
     for op in given.values:
         choices = Fields.of(given.values[op], f"{given.where}: {op}", own and own.get(op, {}))
         for name in choices.values:
             have = found.get(op, {}).get(name, {})
             numbers = Fields.of(choices.values[name], f"{choices.where}: {name}", own and have)
-            found.setdefault(op, {})[name] = {**have, **{key: numbers.integer(key) for key in numbers.values}}
+            found.setdefault(op, {})[name] = {**have, **{key: _size(numbers, key) for key in numbers.values}}
     return found
+
+
+def _size(numbers: Fields, key: str) -> int:
+    """Triton cuts tiles, and blocks into warps, by powers of two; there can be any number of stages."""
+    value = numbers.integer(key)
+    if key != "stages" and value & (value - 1):
+        raise numbers.fail(key, "a power of two is needed")
+    return value
+
+
+def changed_tactics(target: CudaTarget) -> CudaTactics:
+    """The numbers of a target's tactics that a file has replaced."""
+    own = load_target(str(target))
+    assert isinstance(own, CudaTarget)
+    changed: dict[str, dict[str, dict[str, int]]] = {}
+    for op, choices in target.tactics.items():
+        for name, numbers in choices.items():
+            for key, value in numbers.items():
+                if value != own.tactics[op][name][key]:
+                    changed.setdefault(op, {}).setdefault(name, {})[key] = value
+    return changed

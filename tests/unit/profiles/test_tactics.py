@@ -71,6 +71,7 @@ def test_a_file_of_a_cuda_target_changes_its_numbers_and_adds_none(tmp_path: Pat
         ("linear: {skinny: {}}", "linear: unknown key 'skinny'"),
         ("linear: {wide: {depth: 64}}", "linear: wide: unknown key 'depth'"),
         ("linear: {wide: {rows: half}}", "linear: wide: rows is 'half'; a whole number"),
+        ("linear: {wide: {rows: 96}}", "linear: wide: rows is 96; a power of two is needed"),
         ("linear: {wide: 64}", "linear: wide: is 64, a mapping with the keys rows, cols is needed"),
     ):
         with pytest.raises(UsageError, match=rf"t\.yaml: {words}"):
