@@ -16,7 +16,7 @@ from llmc.builder.capacity.model import rank_facts
 from llmc.flow import default_precision
 from llmc.kv_cache import cache_dtype
 from llmc.profiles import CudaTarget, Gpu, load_gpu, load_profile, load_target, target_names
-from llmc.rounding import LM_HEAD_DTYPE, RoundingOptions
+from llmc.rounding import RoundingOptions, require_fp8, usual_head
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -90,9 +90,7 @@ def _facts(
     from llmc.builder.trace_cache import cached_trace
 
     precision = precision or default_precision(checkpoint)
-    if not target.fp8 and (precision == "fp8" or kv_dtype == "f8e4m3"):
-        option = "--fp8" if precision == "fp8" else "--kv-cache-dtype fp8"
-        raise UsageError(f"{option}: {target} has no FP8; choose --dtype bf16, or a target from sm_89 on")
+    require_fp8(target, precision, kv_dtype, lm_head_dtype)
     rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
     shapes = load_profile(profile, checkpoint.longest or context, target, checkpoint.longest is not None)
     traced, _ = cached_trace(checkpoint, ObjectCache(default_folder("traces"), suffix=".trace"), shapes.max_seq_len)
@@ -103,7 +101,7 @@ def _facts(
         tp=tp,
         fp8_activations=target.fp8_activations,
         own=checkpoint.quantization,
-        lm_head_dtype=(lm_head_dtype or LM_HEAD_DTYPE) if rounds else "bf16",
+        lm_head_dtype=(lm_head_dtype or usual_head(target)) if rounds else "bf16",
     )
     compiled = pipeline.run(traced.graph, options)
     chunk = shapes.max_num_batched_tokens

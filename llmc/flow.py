@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmc.artifacts.calibration import WEIGHTS
 from llmc.artifacts.errors import CheckpointError, LlmcError, UnsupportedError, UsageError
 from llmc.artifacts.files import require_writable
 from llmc.artifacts.lock import pin_plan, require_lockable
@@ -23,7 +24,7 @@ from llmc.gate import OFF, Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
 from llmc.profiles import load_target
 from llmc.rebuild import Builds, Inputs
-from llmc.rounding import LM_HEAD_DTYPE, RoundingOptions
+from llmc.rounding import RoundingOptions, require_fp8, usual_head
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -81,7 +82,8 @@ def build(
     if precision is None:
         checkpoint = _open(model, hashes)
         precision = default_precision(checkpoint)
-    if gate is None and load_target(target).kind != "cpu":
+    described = load_target(target)
+    if gate is None and described.kind != "cpu":
         gate = OFF  # no engine for a GPU is judged unless it is asked for: few machines that build have one
     exam = make_exam(judged_as(precision, kv_dtype), gate, evaluate, eval_text, eval_windows, eval_length)
     options = BuildOptions(
@@ -102,9 +104,11 @@ def build(
         fp8_activations,
         fp8_budget,
         cache,
-        load_target(target).fp8_activations,
+        described.fp8_activations,
         lm_head_dtype,
+        usual_head(described),
     )
+    require_fp8(described, precision, kv_dtype, lm_head_dtype)
     builds = Builds(_cache("builds", cache and dump is None), hashes)
     if lock is not None:
         require_lockable(Path(lock))
@@ -162,8 +166,9 @@ def _build(
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
     text = evaluation_text(source, exam, longest) if exam.evaluate and unable is None else None
-    if options.kv_dtype == "f8e4m3":
-        dry_run(checkpoint, options)  # refuses a cache that cannot be FP8 before minutes of calibration
+    if options.kv_dtype == "f8e4m3" or (target.kind == "cuda" and options.precision in WEIGHTS):
+        # Refuses a cache that cannot be FP8, and what has no kernels, before minutes of calibration.
+        dry_run(checkpoint, dataclasses.replace(options, lm_head_dtype=rounding.lm_head_dtype or rounding.usual_head))
     table = rounding.table(checkpoint, options.precision, progress)
     kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
     options = rounding.resolve(options, table)
@@ -245,10 +250,16 @@ def dump_passes(
     precision = precision or default_precision(checkpoint)
     options = BuildOptions(precision, tp, profile, target, kv_dtype, verify_passes=verify_passes)
     names = set(map(pass_name, passes_until(CompileOptions(precision=precision, tp=tp), stop_after)))
-    usual = load_target(target).fp8_activations
+    described = load_target(target)
+    require_fp8(described, precision, kv_dtype, lm_head_dtype)
     for_cache = text_for_cache_alone(precision, kv_dtype, data)
     rounding = RoundingOptions(
-        None if for_cache else data, fp8_activations, fp8_budget, usual=usual, lm_head_dtype=lm_head_dtype
+        None if for_cache else data,
+        fp8_activations,
+        fp8_budget,
+        usual=described.fp8_activations,
+        lm_head_dtype=lm_head_dtype,
+        usual_head=usual_head(described),
     )
     quantizes = "quantize" in names
     needed = [(*given, "quantize") for given in rounding.given().items()]
@@ -282,9 +293,11 @@ def plan_memory(
 
     checkpoint = open_checkpoint(model)
     precision = precision or default_precision(checkpoint)
+    described, kv_dtype = load_target(target), cache_dtype(kv_dtype)
+    require_fp8(described, precision, kv_dtype, lm_head_dtype)
     rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
-    head = (lm_head_dtype or LM_HEAD_DTYPE) if rounds else "bf16"
-    options = BuildOptions(precision, tp, profile, target, cache_dtype(kv_dtype), lm_head_dtype=head)
+    head = (lm_head_dtype or usual_head(described)) if rounds else "bf16"
+    options = BuildOptions(precision, tp, profile, target, kv_dtype, lm_head_dtype=head)
     return dry_run(checkpoint, options)
 
 

@@ -14,6 +14,7 @@ from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, read_table
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
+from llmc.profiles import CudaTarget, TargetDescription
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ class RoundingOptions:
     """What is asked of rounded weights; `activations` and `budget` of FP8 alone. `calib`: a table (.json), or data to
     calibrate with (.txt, .jsonl, a folder); `activations` token|static|none; `budget`: linear layers take at most so
     many times the bytes of pure FP8; `lm_head_dtype` bf16|fp8 of the output head. None: the table's own, or the
-    default, which for activations is `usual`, the target's. `cache`: a table that was made before is taken again.
+    target's default, `usual` for activations and `usual_head`. `cache`: a table that was made before is taken again.
     """
 
     calib: Path | None = None
@@ -38,6 +39,7 @@ class RoundingOptions:
     cache: bool = True
     usual: str = "token"
     lm_head_dtype: str | None = None
+    usual_head: str = LM_HEAD_DTYPE
 
     def applies(self, checkpoint: Checkpoint, precision: str) -> bool:
         """Whether such a build rounds weights. Raises UsageError for options without effect."""
@@ -82,7 +84,7 @@ class RoundingOptions:
         options = CalibrationOptions.of(precision, self.calib)
         if precision == "fp8":
             options = replace(options, activations=self.activations or self.usual, budget=self.budget or options.budget)
-        options = replace(options, lm_head_dtype=self.lm_head_dtype or LM_HEAD_DTYPE)
+        options = replace(options, lm_head_dtype=self.lm_head_dtype or self.usual_head)
         with progress.stage("calibrate"):
             table, reused = cached_table(
                 checkpoint, options, lambda _, done, total: progress.advanced("calibrate", done, total), self.cache
@@ -125,6 +127,24 @@ class RoundingOptions:
                 raise UsageError(
                     f"{option} {value}: {path} was made with {made[option]}; drop the option, or calibrate again"
                 )
+
+
+def usual_head(target: TargetDescription) -> str:
+    """What a build of rounded weights makes of the output head unless it is told."""
+    return "bf16" if isinstance(target, CudaTarget) and not target.fp8 else LM_HEAD_DTYPE
+
+
+def require_fp8(target: TargetDescription, precision: str, kv_dtype: str | None, lm_head_dtype: str | None) -> None:
+    """Raises UsageError, naming the option, for FP8 on GPUs that do not know it."""
+    if not isinstance(target, CudaTarget) or target.fp8:
+        return
+    for option, wanted, instead in (
+        ("--fp8", precision == "fp8", "--dtype bf16"),
+        ("--kv-cache-dtype fp8", kv_dtype == "f8e4m3", "--kv-cache-dtype bf16"),
+        ("--lm-head-dtype fp8", lm_head_dtype == "fp8", "--lm-head-dtype bf16"),
+    ):
+        if wanted:
+            raise UsageError(f"{option}: {target} has no FP8; choose {instead}, or a target from sm_89 on")
 
 
 def _head_of(table: CalibrationTable) -> str:

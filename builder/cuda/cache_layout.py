@@ -27,7 +27,8 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str, target: CudaTarget) -
     known = ("bf16", "f8e4m3") if target.fp8 else ("bf16",)
     if attention and kv_dtype not in known:
         raise UnsupportedError(
-            f"{target}: keys and values cannot be {kv_dtype}; choose --kv-cache-dtype {' or '.join(known)}"
+            f"{target}: keys and values cannot be {kv_dtype}; choose --kv-cache-dtype "
+            f"{'bf16 or fp8' if target.fp8 else 'bf16'}"
         )
     layers, offset = [], 0
     for layer, node in sorted(attention.items()):

@@ -134,6 +134,12 @@ class _Rank:
         launch = cuda_launch(node.op)
         if launch is None:
             raise UnsupportedError(f"{node.op} @{node.path}: {self.target} has no kernel for it; --target cpu has")
+        kinds = {self.types[name].dtype for name in (*node.inputs, *node.outputs)}
+        if "f8e4m3" in kinds and not self.target.fp8:
+            raise UnsupportedError(
+                f"{node.op} @{node.path}: {self.target} has no FP8; choose weights and an output head of another kind, "
+                "or a target from sm_89 on"
+            )
         sides: tuple[tuple[Side, tuple[str, ...]], ...] = (("in", node.inputs), ("out", node.outputs))
         stored = {
             (side, index): self.dtypes[name]

@@ -4,16 +4,17 @@ Comes in: a `CpuRank` or a fused graph, `Step`. Goes out: a `Cost` for each laun
 anything takes.
 
 Bytes are those that must move at least once: weights as they are stored, the rows of a table that are looked up, inputs
-and results as f32, keys and values as the cache holds them. FLOPs count a multiplication and an addition as two; an
-elementwise function counts as one.
+and results as f32 or as they are stored, keys and values as the cache holds them. FLOPs count a multiplication and an
+addition as two; an elementwise function counts as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from llmc.artifacts.schema import KVLayer
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.builder.alias import resolve
 from llmc.builder.cpu.program import CpuRank, Launch
@@ -85,23 +86,34 @@ Types = Mapping[str, TensorType]
 
 def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
     """The cost of each launch, in order."""
-    # A latent is key and value at once.
-    kv_token = {
-        layer.layer: (1 if layer.latent else 2) * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
-        for layer in program.kv_layers
-    }
+    kv_token = kv_token_bytes(program.kv_layers)
     return [
         _cost(launch.node, program.types, [p.space in WEIGHT_SPACES for p in launch.inputs], step, kv_token)
         for launch in launches
     ]
 
 
-def graph_costs(graph: Graph, step: Step, kv_token: Mapping[int, int]) -> list[tuple[Node, Cost]]:
-    """Each node of a fused graph that is launched, in order, with its cost; `kv_token`: each layer's bytes of a token
-    in the cache.
+def kv_token_bytes(layers: Iterable[KVLayer]) -> dict[int, int]:
+    """Each layer's bytes of a token in the cache. A latent is key and value at once."""
+    return {
+        layer.layer: (1 if layer.latent else 2) * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
+        for layer in layers
+    }
+
+
+def parameters(graph: Graph) -> set[str]:
+    """The names of weights, and of views of them."""
+    producers = graph.producers()
+    return {name for name, alias in resolve(graph).items() if producers[alias.root].op == "param"}
+
+
+def graph_costs(
+    graph: Graph, step: Step, kv_token: Mapping[int, int], stored: Types | None = None
+) -> list[tuple[Node, Cost]]:
+    """Each node of a fused graph that is launched, in order, with its cost; `kv_token`: see `kv_token_bytes`. `stored`:
+    how values lie in memory where not as their types say.
     """
-    types, producers, aliases = graph.types(), graph.producers(), resolve(graph)
-    params = {name for name, alias in aliases.items() if producers[alias.root].op == "param"}
+    types, params = {**graph.types(), **(stored or {})}, parameters(graph)
     return [
         (node, _cost(node, types, [name in params for name in node.inputs], step, kv_token))
         for node in graph
@@ -120,7 +132,7 @@ def _cost(node: Node, types: Types, weighs: list[bool], step: Step, kv_token: Ma
             weights += step.size(node.types[0]) * NUMPY_DTYPES[kind.dtype].itemsize
         else:
             weights += _touched(types, node, kind, step)
-    activations += sum(map(step.nbytes, node.types))
+    activations += sum(step.nbytes(types[name]) for name in node.outputs)
     kv = 0
     if node.op in ("rope_cache", "latent_cache"):
         kv = step.tokens * kv_token[node.attrs.layer]

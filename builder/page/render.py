@@ -7,8 +7,9 @@ reference to something outside. Must not know: how a plan was traced; nothing of
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from llmc.artifacts.errors import PlanError
+from llmc.artifacts.errors import PlanError, UsageError
 from llmc.artifacts.plan import Plan
-from llmc.builder.cpu.lower import lower
-from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch
+from llmc.artifacts.types import TensorType
+from llmc.builder.alias import resolve
+from llmc.builder.backend import lower
+from llmc.builder.cpu.program import CpuLowered, CpuRank
+from llmc.builder.cuda.program import CudaLowered, CudaRank
 from llmc.builder.ir import GraphError, Node, layer_of, parse_graph
+from llmc.builder.lowered import Lowered, RankCode
 from llmc.builder.memory import memory_plan
 from llmc.builder.operators import attrs_of
-from llmc.builder.page.arena import blocks
-from llmc.builder.page.costs import WEIGHT_SPACES, Cost, Step, launch_costs
+from llmc.builder.page.arena import pictures
+from llmc.builder.page.costs import Cost, Step, graph_costs, kv_token_bytes, parameters
 from llmc.builder.page.stages import read_stages
 from llmc.builder.weights.placement import Placement
 from llmc.builder.weights.recipe import leaves, parse
-from llmc.profiles import load_cpu_target
+from llmc.profiles import load_target
 
 #: The context of the decode whose costs are shown, where the profile has room for it.
 _CONTEXT = 1024
@@ -36,7 +41,7 @@ _CONTEXT = 1024
 
 def render(plan: Plan, dump: Path | None = None) -> str:
     """The page. Raises PlanError for a plan that this llmc cannot lower, UsageError for a dump of another build."""
-    lowered = lower_plan(plan)
+    lowered = lower_again(plan)
     quality = _section(plan, "quality.json")
     report = _section(plan, "report.json")
     stages, layer = read_stages(dump, [p.graph for p in lowered.programs]) if dump is not None else ([], None)
@@ -61,14 +66,25 @@ def render(plan: Plan, dump: Path | None = None) -> str:
 
 
 def lower_plan(plan: Plan) -> CpuLowered:
+    """As `lower_again`, of a plan for a CPU; any other is a UsageError."""
+    lowered, target = lower_again(plan), plan.manifest.target
+    if not isinstance(lowered, CpuLowered):
+        raise UsageError(f"{plan.path} is for {target.kind}:{target.isa}, and this needs a plan for a CPU")
+    return lowered
+
+
+def lower_again(plan: Plan) -> CpuLowered | CudaLowered:
     """The plan's graphs lowered again. Raises PlanError where this llmc cannot read them."""
     m = plan.manifest
     try:
         graphs = [parse_graph(bytes(plan.section(rank.graph)).decode(), attrs_of) for rank in m.ranks]
         vocab = [(rank.vocab_start, rank.vocab_size) for rank in m.ranks]
-        return lower(graphs, m.profile, load_cpu_target(f"{m.target.kind}:{m.target.isa}"), m.build.kv_dtype, vocab)
+        target = load_target(f"{m.target.kind}:{m.target.isa}")
+        lowered = lower(graphs, m.profile, target, m.build.kv_dtype, vocab)
     except GraphError as error:
         raise PlanError(f"{plan.path}: written by {m.build.compiler}, and this llmc cannot read it: {error}") from error
+    assert isinstance(lowered, CpuLowered | CudaLowered)
+    return lowered
 
 
 def _file(name: str) -> str:
@@ -79,7 +95,7 @@ def _section(plan: Plan, name: str) -> dict[str, Any]:
     return json.loads(bytes(plan.section(name))) if name in plan else {}
 
 
-def _steps(lowered: CpuLowered) -> dict[str, Step]:
+def _steps(lowered: Lowered) -> dict[str, Step]:
     """The steps whose costs are shown: a decode, and the largest prefill chunk of a profile."""
     longest = lowered.profile.max_seq_len
     chunk = min(lowered.profile.max_num_batched_tokens, longest)
@@ -88,9 +104,12 @@ def _steps(lowered: CpuLowered) -> dict[str, Step]:
 
 @dataclass(frozen=True)
 class _LaunchRow:
-    """A launch with its costs by step; `weight`: the type of its largest weight."""
+    """A node with its costs by step; `number`: its first launch, of `launches`; `weight`: the type of its largest
+    weight.
+    """
 
     number: int
+    launches: int
     node: Node
     layer: int | None
     weight: str
@@ -117,40 +136,64 @@ class _WeightRow:
     loss: float | None
 
 
-def _rank(program: CpuRank, steps: dict[str, Step]) -> dict[str, Any]:
-    """What the page shows of a rank: its launches with their costs, sums by operator, the arena of each range."""
-    launches = program.ranges[-1].launches
-    costs = {name: launch_costs(program, launches, step) for name, step in steps.items()}
+def _rank(program: CpuRank | CudaRank, steps: dict[str, Step]) -> dict[str, Any]:
+    """What the page shows of a rank: its launches with their costs, sums by operator, the arena of each kind of
+    steps.
+    """
+    graph, kv_token, stored = program.graph, kv_token_bytes(program.kv_layers), _stored(program)
+    nodes = _launched(program)
+    counts = Counter(map(id, nodes))
+    first_launch = {id(node): number for number, node in reversed(list(enumerate(nodes)))}
+    costs = {name: graph_costs(graph, step, kv_token, stored) for name, step in steps.items()}
+    params = parameters(graph)
     rows = [
         _LaunchRow(
-            number,
-            launch.node,
-            layer_of(launch.node.path),
-            _weight_type(program, launch),
-            {name: costs[name][number] for name in steps},
+            first_launch[id(node)],
+            counts[id(node)],
+            node,
+            layer_of(node.path),
+            _weight_type(program, node, params),
+            {name: costs[name][index][1] for name in steps},
         )
-        for number, launch in enumerate(launches)
+        for index, (node, _) in enumerate(next(iter(costs.values())))
+        if id(node) in counts
     ]
     first = min((row.layer for row in rows if row.layer is not None), default=None)
     return {
         "rank": program.rank,
         "rows": rows,
+        "launches": len(nodes),
         "layer_rows": [row for row in rows if row.layer in (None, first)],
         "first": first,
         "by_op": _by_op(rows, list(steps)),
-        "total": {name: sum(costs[name], Cost()) for name in steps},
-        "arenas": [(span, blocks(program, span)) for span in program.ranges],
+        "total": {name: sum((row.costs[name] for row in rows), Cost()) for name in steps},
+        "arenas": pictures(program),
         "kv_layers": program.kv_layers,
         "kv_block_bytes": program.kv_block_bytes,
     }
 
 
-def _weight_type(program: CpuRank, launch: Launch) -> str:
-    kinds = [
-        program.types[name]
-        for name, place in zip(launch.node.inputs, launch.inputs, strict=True)
-        if place.space in WEIGHT_SPACES
-    ]
+def _launched(program: CpuRank | CudaRank) -> list[Node]:
+    """The node of each launch of the largest steps."""
+    if isinstance(program, CpuRank):
+        return [launch.node for launch in program.ranges[-1].launches]
+    return [launch.node for launch in program.steps[-1].launches]
+
+
+def _stored(program: CpuRank | CudaRank) -> dict[str, TensorType]:
+    """Values that do not lie in memory as their types say, and views of them."""
+    if isinstance(program, CpuRank):
+        return {}
+    values, aliases = program.steps[-1].values, resolve(program.graph)
+    return {
+        name: replace(kind, dtype=values[root][1])
+        for name, kind in program.types.items()
+        if (root := aliases[name].root) in values
+    }
+
+
+def _weight_type(program: RankCode, node: Node, params: set[str]) -> str:
+    kinds = [program.types[name] for name in node.inputs if name in params]
     return str(max(kinds, key=lambda kind: kind.nbytes(T=1, S=1))) if kinds else ""
 
 
@@ -160,13 +203,17 @@ def _by_op(rows: Sequence[_LaunchRow], steps: Sequence[str]) -> list[_OpRow]:
     for row in rows:
         own.setdefault(row.node.op, []).append(row)
     found = [
-        _OpRow(op, len(every), {name: sum((row.costs[name] for row in every), Cost()) for name in steps})
+        _OpRow(
+            op,
+            sum(row.launches for row in every),
+            {name: sum((row.costs[name] for row in every), Cost()) for name in steps},
+        )
         for op, every in own.items()
     ]
     return sorted(found, key=lambda row: -row.costs[steps[0]].bytes)
 
 
-def _weights(lowered: CpuLowered, errors: dict[str, float], table: dict[str, Any]) -> dict[str, Any]:
+def _weights(lowered: Lowered, errors: dict[str, float], table: dict[str, Any]) -> dict[str, Any]:
     """Every stored form, and bytes by dtype; scales and norms among them."""
     members = [(f"rank {p.rank}", p.weights) for p in lowered.programs] + [("all ranks", lowered.shared)]
     losses = {path: entry["loss"] for path, entry in table.get("tensors", {}).items() if "loss" in entry}

@@ -228,7 +228,7 @@ def test_an_operator_without_kernels_is_named_with_its_module(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "words"),
     [
-        ("cuda:sm_90", "f32", "cannot be f32; choose --kv-cache-dtype bf16 or f8e4m3"),
+        ("cuda:sm_90", "f32", "cannot be f32; choose --kv-cache-dtype bf16 or fp8"),
         ("cuda:sm_80", "f8e4m3", "cannot be f8e4m3; choose --kv-cache-dtype bf16$"),
     ],
 )
