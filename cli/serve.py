@@ -71,6 +71,13 @@ def parse_weights(text: str) -> dict[str, float]:
     "cheaper than computing anew.",
 )
 @click.option(
+    "--kv-disk",
+    type=click.Path(),
+    help="Folder for prefixes that leave that memory: in a file without a name, gone with the server. Needs "
+    "--kv-disk-bytes.",
+)
+@click.option("--kv-disk-bytes", type=int, help="How much of the disk that file may take.")
+@click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Reuse keys and values of equal prefixes."
 )
 @click.option(

@@ -17,6 +17,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Self
 
 from llmc.artifacts.errors import UsageError
@@ -25,8 +26,10 @@ from llmc.runtime.admission import Patience
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.channel import Channel, ChannelClosed
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.executor import Executor, ParentGone, RankLost
 from llmc.runtime.host_memory import HostMemory
+from llmc.runtime.kv_size import choose_disk_records, staging_bytes
 from llmc.runtime.messages import (
     STEP_TOKENS,
     Abort,
@@ -44,8 +47,10 @@ from llmc.runtime.native import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
+from llmc.runtime.records import RecordFile
 from llmc.runtime.sampling import RowSampler, logprobs_of
 from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
+from llmc.runtime.shelf import Shelf
 from llmc.runtime.step import Chunk, StepBatch
 
 _STATS_SECONDS = 0.1
@@ -64,6 +69,10 @@ class Core:
     def __init__(self, plan: Plan, channel: Channel[ToCore], options: CoreOptions) -> None:
         profile, model = plan.manifest.profile, plan.manifest.model
         options.check(profile)
+        options.check_disk(plan.manifest)
+        host_bytes = options.kv_host_bytes
+        if host_bytes is None and options.kv_disk is not None:
+            host_bytes = staging_bytes(plan.manifest)
         self._channel = channel
         self._eos = model.eos_token_ids
         self._executor = Executor(
@@ -72,7 +81,7 @@ class Core:
             kv_bytes=options.kv_bytes,
             num_blocks=options.num_blocks,
             max_num_seqs=options.max_num_seqs,
-            host_bytes=options.kv_host_bytes,
+            host_bytes=host_bytes,
             step_timeout=options.step_timeout,
             watch=channel.fileno(),
             on_wait=self._beat,
@@ -86,6 +95,7 @@ class Core:
         self._pace = None if budget is None else Pace(budget / 1000, min(LEAST_CHUNK, most), most)
         self._patience = Patience(options.max_num_queued_reqs, options.queue_timeout)
         self._memory = HostMemory(self._executor.host_blocks, self._executor.host_states)
+        self._disk = self._open_disk(options)
         self._scheduler = Scheduler(
             self._pool,
             max_num_seqs=self._max_num_seqs,
@@ -96,6 +106,7 @@ class Core:
             patience=self._patience,
             pace=self._pace,
             memory=self._memory,
+            disk=self._disk,
             needs_state=plan.manifest.state_slot_bytes > 0,
         )
         pool_tokens = self._pool.num_blocks * profile.block_size
@@ -117,6 +128,14 @@ class Core:
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._stats_time = 0.0
         self._stats_steps = -1
+
+    def _open_disk(self, options: CoreOptions) -> DiskShelf | None:
+        if options.kv_disk is None or options.kv_disk_bytes is None:
+            return None
+        manifest = self._executor.plan.manifest
+        count = choose_disk_records(manifest, options.kv_disk_bytes)
+        file = RecordFile(Path(options.kv_disk), manifest.kv_block_bytes)
+        return DiskShelf(file, count, self._executor.host_places.content)
 
     def run(self, load_seconds: float = 0.0) -> int:
         """Serves until told to stop; returns the exit code: 0 after a Shutdown, 1 when a rank was lost.
@@ -290,7 +309,9 @@ class Core:
 
     def _stats(self, now: float) -> Stats:
         self._stats_time, scheduler, cache = now, self._scheduler, self._pool.counters
-        shelf = scheduler.shelf
+        tiers: dict[str, Shelf | DiskShelf] = {} if scheduler.shelf is None else {"host": scheduler.shelf}
+        if self._disk is not None:
+            tiers["disk"] = self._disk
         idle = not scheduler.num_running and not scheduler.num_waiting
         self._stats_steps = self._steps if idle else -1
         return Stats(
@@ -313,9 +334,10 @@ class Core:
             preemptions_copied=scheduler.parking.parked,
             host_blocks_used=scheduler.parking.num_used,
             host_blocks_total=self._memory.num_blocks,
-            shelf_blocks={} if shelf is None else {"host": len(shelf)},
-            shelf_hits={} if shelf is None else {"host": shelf.hits * self._pool.block_size},
-            shelf_evictions={} if shelf is None else {"host": shelf.evictions},
+            shelf_blocks={name: len(tier) for name, tier in tiers.items()},
+            shelf_hits={name: tier.hits * self._pool.block_size for name, tier in tiers.items()},
+            shelf_evictions={name: tier.evictions for name, tier in tiers.items()},
+            shelf_damaged={} if self._disk is None else {"disk": self._disk.damaged},
             evictions=cache.evictions,
             evicted_lifetime_seconds=cache.lifetime_seconds,
             evicted_idle_seconds=cache.idle_seconds,
@@ -327,6 +349,8 @@ class Core:
     def close(self) -> None:
         """Ends the ranks."""
         self._executor.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def __enter__(self) -> Self:
         return self

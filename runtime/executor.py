@@ -28,6 +28,7 @@ from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import HOST_LIBRARY
 from llmc.runtime.cuda.gpus import check as check_gpus
 from llmc.runtime.cuda.gpus import choose_gpu_blocks, survey
+from llmc.runtime.host_places import HostPlaces
 from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
 from llmc.runtime.machine import STOPPED_SECONDS, available_memory, ending, is_stopped, usable_cpus
 from llmc.runtime.native import HostLibrary, Library
@@ -147,25 +148,30 @@ class Executor:
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}  # by the descriptor of the socket
         self._loaded = False
-        memory_fd = os.memfd_create("llmc-step")
+        memory_fd, host_fd = os.memfd_create("llmc-step"), os.memfd_create("llmc-host")
         try:
-            self._spawn(memory_fd)  # what they import takes longer than all that follows
+            self._spawn(memory_fd, host_fd)  # what they import takes longer than all that follows
             if verify:
                 plan.require_unaltered()
             #: For sampling. Of a cpu plan rank 0's code, loaded here too, which also calls the ranks off.
             self.library = self._load_library()
             os.ftruncate(memory_fd, layout.size)
             self._memory = StepMemory(layout, memory_fd)
-            self._start(layout, memory_fd)
+            sizes = [program.kv_block_bytes for program in manifest.ranks]
+            os.ftruncate(host_fd, HostPlaces.nbytes(sizes, self.host_blocks))
+            #: Where `copy` puts blocks of a cpu plan: readable and writable here too, between two copies.
+            self.host_places = HostPlaces(sizes, self.host_blocks, host_fd)
+            self._start(layout, memory_fd, host_fd)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(memory_fd)
+            os.close(host_fd)
 
-    def _spawn(self, memory_fd: int) -> None:
+    def _spawn(self, *memory: int) -> None:
         for program in self.plan.manifest.ranks:
-            rank = _Rank(program.rank, (memory_fd, self.plan.descriptor))
+            rank = _Rank(program.rank, (*memory, self.plan.descriptor))
             self._ranks[rank.socket.fileno()] = rank
             self._poll.register(rank.socket, select.POLLIN)
         if self._watch is not None:
@@ -177,7 +183,7 @@ class Executor:
             return HostLibrary(plan.section(HOST_LIBRARY), f"{plan.path}: {HOST_LIBRARY}")
         return Library(plan.section(plan.manifest.ranks[0].code), f"{plan.path}: code of rank 0")
 
-    def _start(self, layout: StepLayout, memory_fd: int) -> None:
+    def _start(self, layout: StepLayout, memory_fd: int, host_fd: int) -> None:
         manifest = self.plan.manifest
         self._loaded = True
         for rank, program in zip(self._ranks.values(), manifest.ranks, strict=True):
@@ -200,6 +206,8 @@ class Executor:
                 num_slots=self.num_slots,
                 host_blocks=self.host_blocks,
                 host_states=self.host_states,
+                host_fd=host_fd,
+                host_sizes=[other.kv_block_bytes for other in manifest.ranks],
                 layout=layout,
                 kind=manifest.target.kind,
             )

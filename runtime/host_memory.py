@@ -17,6 +17,8 @@ from llmc.runtime.step import Copies
 _NEWEST = 0.1
 #: Blocks of the larger of the two first copies that are timed.
 _PROBE = 64
+#: So often each is timed.
+_PROBES = 5
 
 
 class HostMemory:
@@ -29,6 +31,7 @@ class HostMemory:
         self._free = list(range(blocks - 1, -1, -1))
         self._free_states = list(range(states - 1, -1, -1))
         self._used: tuple[list[int], list[int]] = [], []  # given back, but perhaps to be copied from still
+        self._coming: set[int] = set()  # places that copies will fill which are not made yet
         self._fixed = self._each = 0.0  # seconds of a copy, and of each block in it
         self._token: float | None = None  # seconds that computing a prompt's token takes
 
@@ -59,6 +62,16 @@ class HostMemory:
         self._free += self._used[0]
         self._free_states += self._used[1]
         self._used = [], []
+        self._coming = {place for _, place in self.copies.blocks_out}
+
+    def copy_out(self, block: int, place: int) -> None:
+        """Copies a block of the pool to a place before the next step."""
+        self.copies.blocks_out.append((block, place))
+        self._coming.add(place)
+
+    def is_coming(self, place: int) -> bool:
+        """Whether a place is to be filled by copies that are not made yet, so that nobody may read or fill it now."""
+        return place in self._coming
 
     def take_copies(self) -> Copies:
         """What has to be copied before the next step; the caller sees to it."""
@@ -81,7 +94,8 @@ class HostMemory:
             return
         one, all_ = [(0, 0)], [(block, block) for block in range(many)]
         copy(Copies(blocks_out=all_))  # the first touches memory that is not there yet
-        few, most = copy(Copies(blocks_out=one)), copy(Copies(blocks_out=all_))
+        # The least of several: a busy machine makes one of them look dear.
+        few, most = (min(copy(Copies(blocks_out=pairs)) for _ in range(_PROBES)) for pairs in (one, all_))
         self._each = max(most - few, 0.0) / (many - 1)
         self._fixed = max(few - self._each, 0.0)
 
@@ -95,8 +109,8 @@ class HostMemory:
             each = seconds / tokens
             self._token = each if self._token is None else self._token + (each - self._token) * _NEWEST
 
-    def is_worth(self, tokens: int, blocks: int, copies: int) -> bool:
-        """Whether copying blocks so many times is cheaper than computing their tokens anew; so long as that is not
-        known, it counts so.
+    def is_worth(self, tokens: int, blocks: int, copies: int, beside: float = 0.0) -> bool:
+        """Whether copying blocks so many times, and `beside` that so many seconds, is cheaper than computing their
+        tokens anew; so long as that is not known, it counts so.
         """
-        return self._token is None or copies * (self._fixed + blocks * self._each) < tokens * self._token
+        return self._token is None or copies * (self._fixed + blocks * self._each) + beside < tokens * self._token

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.schema import Manifest
+from llmc.runtime.records import record_bytes
 
 #: Share of the memory left beside weights and activations that the pool takes when nobody says how much.
 DEFAULT_SHARE = 0.5
@@ -81,6 +82,25 @@ def choose_host_places(manifest: Manifest, host_bytes: int | None, max_num_seqs:
             f"{block} bytes and a sequence's recurrent state {state}, for which a quarter is set aside"
         )
     return blocks, states
+
+
+def staging_bytes(manifest: Manifest) -> int:
+    """Host memory, over all ranks, that what is on its way to a disk and back gets where nobody says how much: the
+    blocks of one sequence of full length.
+    """
+    profile = manifest.profile
+    return -(-profile.max_seq_len // profile.block_size) * manifest.kv_block_bytes
+
+
+def choose_disk_records(manifest: Manifest, disk_bytes: int) -> int:
+    """How many blocks, as records over all ranks, `disk_bytes` hold. Raises UsageError for less than one."""
+    size = record_bytes(manifest.kv_block_bytes)
+    if disk_bytes < size:
+        raise UsageError(
+            f"--kv-disk-bytes {disk_bytes} holds no block: one of {manifest.profile.block_size} tokens takes {size} "
+            "bytes of the disk"
+        )
+    return disk_bytes // size
 
 
 def fixed_bytes(manifest: Manifest, max_num_seqs: int | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from llmc.artifacts.errors import UsageError
+from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import Manifest, ShapeProfile
 from llmc.runtime.messages import INTERACTIVE
 
@@ -21,7 +21,7 @@ PRIORITY_WEIGHTS = {INTERACTIVE: 3.0, "batch": 1.0}
 MAX_THREADS = 1024
 _POSITIVE = (
     *("kv_bytes", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "threads", "step_timeout"),
-    *("max_num_queued_reqs", "queue_timeout", "itl_budget_ms", "max_long_prefills", "kv_host_bytes"),
+    *("max_num_queued_reqs", "queue_timeout", "itl_budget_ms", "max_long_prefills", "kv_host_bytes", "kv_disk_bytes"),
 )
 
 
@@ -40,8 +40,9 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     is how long a step may last in which anybody decodes: prompts are then cut to what the measured speed allows.
     `max_long_prefills` bounds the prompts of many steps that a class has at work at once. `kv_host_bytes`, over all
     ranks, is memory beside the pool in which preempted sequences may keep their blocks, and the prefix cache those that
-    it evicts. `priority_weights` are the
-    classes that a request may name, with their shares of the engine's tokens.
+    it evicts; what has to leave it goes to a file of `kv_disk_bytes` in the folder `kv_disk`, if there is one. Without
+    `kv_host_bytes` that goes through memory for one sequence of full length. `priority_weights` are the classes that a
+    request may name, with their shares of the engine's tokens.
     """
 
     kv_bytes: int | None = None
@@ -59,6 +60,8 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     queue_timeout: float | None = None
     itl_budget_ms: float | None = None
     kv_host_bytes: int | None = None
+    kv_disk: str | None = None
+    kv_disk_bytes: int | None = None
     max_long_prefills: int = 2
     priority_weights: dict[str, float] = msgspec.field(default_factory=PRIORITY_WEIGHTS.copy)
 
@@ -73,6 +76,25 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     def reuses_prefixes(self, manifest: Manifest) -> bool:
         """Whether the prefix cache is on: never where sequences carry a recurrent state, which blocks do not hold."""
         return self.prefix_cache and not manifest.state_slot_bytes
+
+    def check_disk(self, manifest: Manifest) -> None:
+        """Raises UsageError where `kv_disk` is given by half or could do nothing, UnsupportedError where a target has
+        no such tier.
+        """
+        if (self.kv_disk is None) != (self.kv_disk_bytes is None):
+            raise UsageError("--kv-disk DIR and --kv-disk-bytes N go together: where, and how much of it may be taken")
+        if self.kv_disk is None:
+            return
+        if manifest.target.kind != "cpu":
+            raise UnsupportedError(
+                f"--kv-disk: a plan for {manifest.target.kind}:{manifest.target.isa} keeps no blocks on disk; leave it "
+                "out, --kv-host-bytes keeps them in host memory"
+            )
+        if not self.reuses_prefixes(manifest):
+            raise UsageError(
+                "--kv-disk keeps blocks of the prefix cache, which is off here: by --no-prefix-cache, or because the "
+                "model carries a recurrent state"
+            )
 
     def check(self, profile: ShapeProfile) -> None:
         """Raises UsageError unless every number is positive and no larger than what the plan was built for."""

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
+from llmc.runtime.host_places import HostPlaces
 from llmc.runtime.machine import die_with
 from llmc.runtime.native import Engine, Library, RankFailure, RankMemory, StepArrays, StepRefused
 from llmc.runtime.step import Copies
@@ -58,6 +59,9 @@ class RankConfig:
     num_slots: int
     host_blocks: int
     host_states: int
+    #: The file of `HostPlaces`, and each rank's bytes of a block.
+    host_fd: int
+    host_sizes: list[int]
     layout: StepLayout
     #: Of the plan's target: cpu or cuda.
     kind: str = "cpu"
@@ -104,13 +108,16 @@ def _allocate(size: int, what: str) -> np.ndarray:
 
 
 class _Host:
-    """A rank's memory for blocks and states that are out of the pool: rows of the pool's size, in places by number."""
+    """A rank's memory for blocks and states that are out of the pool: rows of the pool's size, in places by number. Of
+    the blocks' memory the core maps the same.
+    """
 
     def __init__(self, config: RankConfig, pool: np.ndarray, states: np.ndarray) -> None:
-        self._rows = [
-            _rows(pool, config.num_blocks, config.host_blocks, "blocks in host memory"),
-            _rows(states, config.num_slots, config.host_states, "states in host memory"),
-        ]
+        blocks = HostPlaces(config.host_sizes, config.host_blocks, config.host_fd).rows[config.rank]
+        held = _rows(states, config.num_slots)
+        size = held.shape[1]
+        places = _allocate(config.host_states * size, "states in host memory")[: config.host_states * size]
+        self._rows = [(_rows(pool, config.num_blocks), blocks), (held, places.reshape(config.host_states, size))]
 
     def copy(self, copies: Copies) -> None:
         """Out first, then in."""
@@ -122,11 +129,10 @@ class _Host:
                 inside[number] = outside[place]
 
 
-def _rows(pool: np.ndarray, count: int, places: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """u8[count, bytes] of the pool and u8[places, bytes] beside it."""
+def _rows(pool: np.ndarray, count: int) -> np.ndarray:
+    """u8[count, bytes] of a pool."""
     size = pool.size // count
-    inside = pool[: count * size].reshape(count, size)
-    return inside, _allocate(places * size, what)[: places * size].reshape(places, size)
+    return pool[: count * size].reshape(count, size)
 
 
 def _load(config: RankConfig) -> tuple[Engine, StepMemory, _Host]:

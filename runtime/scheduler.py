@@ -27,6 +27,7 @@ from llmc.artifacts.errors import UsageError
 from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, most_tokens, peak_blocks
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
 from llmc.runtime.pacing import Pace
@@ -52,7 +53,7 @@ class Scheduler:
     `weights` are the priority classes; `max_long_prefills` bounds the long prompts of a class that are at work at once
     (None: no bound), `patience` the queue; `pace`, fed by whoever runs the steps, bounds the tokens of a step in which
     anybody decodes. `memory` is host memory for those who are set back, which carry a state if they `need_state`, and
-    for what the prefix cache evicts. `clock` gives seconds.
+    for what the prefix cache evicts, which goes on to `disk` from there. `clock` gives seconds.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class Scheduler:
         patience: Patience | None = None,
         pace: Pace | None = None,
         memory: HostMemory | None = None,
+        disk: DiskShelf | None = None,
         needs_state: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self._memory = memory or HostMemory(0)
         self.parking = Parking(self._memory, pool.block_size, needs_state=needs_state)
-        self.shelf = Shelf(self._memory, pool.block_size) if pool.caching and self._memory.num_blocks else None
+        self.shelf = Shelf(self._memory, pool.block_size, disk) if pool.caching and self._memory.num_blocks else None
         self._sharing = Sharing(pool, self.shelf)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_seq_len = max_seq_len

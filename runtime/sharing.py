@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from llmc.runtime.blocks import BlockPool, Root
 from llmc.runtime.core_sequence import Scheduled, Sequence
-from llmc.runtime.shelf import Shelf, Shelved
+from llmc.runtime.shelf import Shelf
 
 
 class Sharing:
@@ -32,29 +32,31 @@ class Sharing:
         most = (len(sequence.tokens) - 1) // self.pool.block_size if sequence.shareable else 0
         return self.pool.match(sequence.tokens, most, sequence.root)
 
-    def pick(self, sequence: Sequence, prefix: list[int]) -> list[Shelved]:
-        """The shelved blocks that go on from this prefix, taken off the shelf, if copying them back is worth while."""
+    def pick(self, sequence: Sequence, prefix: list[int]) -> list[tuple[int, int]]:
+        """Serials and places of the shelved blocks that go on from this prefix, taken off the shelf, if copying them
+        back is worth while.
+        """
         if self.shelf is None or not sequence.shareable or sequence.parked is not None:
             return []
-        size, found = self.pool.block_size, []
+        size = self.pool.block_size
+        keys, found = [], []
         parent: Root = self.pool.serial(prefix[-1]) if prefix else sequence.root
         for i in range(len(prefix), (len(sequence.tokens) - 1) // size):
             key = parent, tuple(sequence.tokens[i * size : (i + 1) * size])
             if (entry := self.shelf.find(key)) is None:
                 break
-            found.append(key)
+            keys.append(key)
+            found.append(entry)
             parent = entry.serial
-        if not found or not self.shelf.is_worth(len(found)):
-            return []
-        return [entry for key in found if (entry := self.shelf.pick(key)) is not None]
+        return self.shelf.pick(keys) if found and self.shelf.is_worth(found) else []
 
-    def restore(self, sequence: Sequence, picked: list[Shelved]) -> None:
+    def restore(self, sequence: Sequence, picked: list[tuple[int, int]]) -> None:
         """A sequence that has begun goes on with blocks from the shelf, which come into its own."""
-        for entry in picked:
+        for serial, place in picked:
             assert self.shelf is not None
             i = sequence.committed
-            self.shelf.restore(entry, sequence.blocks[i])
-            sequence.blocks[i] = self.pool.commit(*self._key(sequence, i), sequence.blocks[i], entry.serial)
+            self.shelf.restore(place, sequence.blocks[i])
+            sequence.blocks[i] = self.pool.commit(*self._key(sequence, i), sequence.blocks[i], serial)
             sequence.committed += 1
         found = len(picked) * self.pool.block_size
         sequence.computed += found

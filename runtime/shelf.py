@@ -6,34 +6,40 @@ before the next step. Must not know: sequences, processes. Standard library only
 A key is that of the pool: the serial of the block before, which is given to one exact run of tokens only, and the exact
 tuple of its own. So here too a hit means equal tokens from the first on, under the same tenant and salt. A block is in
 the pool or here, not in both. The least recently shelved goes first; the pool evicts children before their parents, so
-that is never a parent whose children are wanted still.
+that is never a parent whose children are wanted still. Where there is a disk, it goes there, and comes back through a
+place in host memory.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llmc.runtime.blocks import Key
+from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Shelved:
-    """A full block out of the pool: the `serial` that it had, and its `place` in host memory."""
+    """A full block out of the pool: the `serial` that it had, and its `place` in host memory; None: it is on disk."""
 
     serial: int
-    place: int
+    place: int | None
 
 
 class Shelf:
-    """Uses whatever of `memory` nobody else wants. `hits` and `evictions` count blocks."""
+    """Uses whatever of `memory` nobody else wants; what has to leave it goes to `disk`. `hits` and `evictions` count
+    blocks of host memory.
+    """
 
-    def __init__(self, memory: HostMemory, block_size: int) -> None:
+    def __init__(self, memory: HostMemory, block_size: int, disk: DiskShelf | None = None) -> None:
         self.memory = memory
+        self.disk = disk
         self._block_size = block_size
-        self._entries: OrderedDict[Key, Shelved] = OrderedDict()  # least recently shelved first
+        #: Serial and place of each block, least recently shelved first.
+        self._entries: OrderedDict[Key, tuple[int, int]] = OrderedDict()
         self.hits = self.evictions = 0
         memory.reclaim = self._make_room
 
@@ -46,45 +52,78 @@ class Shelf:
             return
         if (found := self.memory.take(1)) is not None:
             ((place,), _) = found
-            self._entries[key] = Shelved(serial, place)
-            self.memory.copies.blocks_out.append((block, place))
+            self._entries[key] = serial, place
+            self.memory.copy_out(block, place)
 
-    def pick(self, key: Key) -> Shelved | None:
-        """The block of that key, which is not here any more from now on; its place is still taken."""
-        return self._entries.pop(key, None)
+    def pick(self, keys: Iterable[Key]) -> list[tuple[int, int]]:
+        """Serials and places of the blocks of these keys, as far as they can be had one after the other. They are not
+        here any more from now on; their places are still taken.
+        """
+        picked = []
+        for key in keys:
+            if (entry := self._entries.pop(key, None)) is not None:
+                self.hits += 1
+            elif (entry := self._load(key)) is None:
+                break
+            picked.append(entry)
+        return picked
 
-    def restore(self, picked: Shelved, block: int) -> None:
-        """Copies a picked block into one of the pool before the next step."""
-        self.memory.copies.blocks_in.append((block, picked.place))
-        self.memory.give_back([picked.place])
-        self.hits += 1
+    def _load(self, key: Key) -> tuple[int, int] | None:
+        if self.disk is None or self.disk.find(key) is None or (found := self.memory.take(1)) is None:
+            return None
+        ((place,), _) = found
+        serial = None if self.memory.is_coming(place) else self.disk.load(key, place)
+        if serial is None:
+            self.memory.give_back([place])
+            return None
+        return serial, place
+
+    def restore(self, place: int, block: int) -> None:
+        """Copies a picked block from its place into one of the pool before the next step."""
+        self.memory.copies.blocks_in.append((block, place))
+        self.memory.give_back([place])
 
     def supersede(self, key: Key) -> int | None:
         """The pool gets a block of this key anew: it is not kept here any more. Returns the serial that it had."""
         found = self._entries.pop(key, None)
         if found is None:
-            return None
-        self.memory.give_back([found.place])
-        return found.serial
+            return None if self.disk is None else self.disk.supersede(key)
+        self.memory.give_back([found[1]])
+        return found[0]
 
     def find(self, key: Key) -> Shelved | None:
         """The block of that key, which stays."""
-        return self._entries.get(key)
+        if (found := self._entries.get(key)) is not None:
+            return Shelved(*found)
+        serial = None if self.disk is None else self.disk.find(key)
+        return None if serial is None else Shelved(serial, None)
 
-    def is_worth(self, blocks: int) -> bool:
-        """Whether copying so many blocks back is cheaper than computing them."""
-        return self.memory.is_worth(blocks * self._block_size, blocks, 1)
+    def is_worth(self, found: Sequence[Shelved]) -> bool:
+        """Whether bringing these blocks back is cheaper than computing them."""
+        on_disk = sum(entry.place is None for entry in found)
+        reading = on_disk * self.disk.read_seconds if self.disk is not None else 0.0
+        return self.memory.is_worth(len(found) * self._block_size, len(found), 1, reading)
 
     def clear(self) -> None:
         """Keeps nothing."""
         self.memory.give_back(self.places())
         self._entries.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def places(self) -> Iterator[int]:
         """Where its blocks lie."""
-        return (entry.place for entry in self._entries.values())
+        return (place for _, place in self._entries.values())
 
     def _make_room(self, count: int) -> list[int]:
-        gone = [self._entries.popitem(last=False)[1] for _ in range(min(count, len(self._entries)))]
-        self.evictions += len(gone)
-        return [entry.place for entry in gone]
+        places = []
+        for _ in range(min(count, len(self._entries))):
+            key, (serial, place) = self._entries.popitem(last=False)
+            if self.disk is not None and not self.memory.is_coming(place) and self._is_worth_writing(self.disk):
+                self.disk.store(key, serial, place)
+            places.append(place)
+        self.evictions += len(places)
+        return places
+
+    def _is_worth_writing(self, disk: DiskShelf) -> bool:
+        return self.memory.is_worth(self._block_size, 1, 1, disk.write_and_read)

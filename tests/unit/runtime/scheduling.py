@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.messages import Handling, SamplingParams
+from llmc.runtime.records import RecordFile, record_bytes
 from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.step import Copies, StepBatch
 
@@ -47,20 +53,23 @@ class FakeEngine:
     block_size: int
     memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (block, slot) -> (position, token)
     states: dict[int, list[int]] = field(default_factory=dict)  # state slot -> what the sequence in it has read
-    host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)  # place -> a block's content
+    host: dict[int, bytearray] = field(default_factory=dict)  # place -> i32 position and token of each slot, -1: none
     host_states: dict[int, list[int]] = field(default_factory=dict)
+
+    def content(self, place: int) -> list[memoryview]:
+        """What lies in a place of host memory."""
+        return [memoryview(self.host.setdefault(place, bytearray(8 * self.block_size)))]
 
     def copy(self, copies: Copies) -> None:
         for block, place in copies.blocks_out:
-            self.host[place] = [self.memory.get((block, slot)) for slot in range(self.block_size)]
+            pairs = [self.memory.get((block, slot), (-1, -1)) for slot in range(self.block_size)]
+            self.content(place)[0][:] = array("i", [number for pair in pairs for number in pair]).tobytes()
         for slot, place in copies.states_out:
             self.host_states[place] = self.states[slot]
         for block, place in copies.blocks_in:
-            for slot, content in enumerate(self.host[place]):
-                if content is None:
-                    self.memory.pop((block, slot), None)
-                else:
-                    self.memory[block, slot] = content
+            numbers = array("i", bytes(self.host[place]))
+            for slot, content in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+                self.memory[block, slot] = content
         for slot, place in copies.states_in:
             self.states[slot] = self.host_states[place]
 
@@ -94,6 +103,23 @@ class FakeEngine:
             assert kept == position, f"position {position} holds what belongs to {kept}"
             found.append(token)
         return found
+
+
+class CarelessFile(RecordFile):
+    """Damages every third record that it writes."""
+
+    writes = 0
+
+    def write(self, number: int, tag: int, parts: Seq[memoryview]) -> None:
+        super().write(number, tag, parts)
+        self.writes += 1
+        if self.writes % 3 == 0:
+            os.pwrite(self.descriptor, b"?" * 8, number * record_bytes(sum(map(len, parts))))
+
+
+def on_disk(folder: Path, count: int = 100, kind: type[RecordFile] = RecordFile) -> Callable[[FakeEngine], DiskShelf]:
+    """A disk tier for the engine that `make` makes."""
+    return lambda engine: DiskShelf(kind(folder, 8 * engine.block_size), count, engine.content)
 
 
 def check(scheduler: Scheduler) -> None:
@@ -195,12 +221,15 @@ def make(
     length: int = 64,
     caching: bool = True,
     overlap: bool = False,
+    disk: Callable[[FakeEngine], DiskShelf] | None = None,
     **options: Any,
 ) -> Run:
     pool = BlockPool(blocks, size, caching)
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_seq_len": length}
-    scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, **options)
-    return Run(scheduler, FakeEngine(size), tokens, seqs, overlap=overlap)
+    engine = FakeEngine(size)
+    kept = None if disk is None else disk(engine)
+    scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, disk=kept, **options)
+    return Run(scheduler, engine, tokens, seqs, overlap=overlap)
 
 
 def sequence(name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> Sequence:  # noqa: B008

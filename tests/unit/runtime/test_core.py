@@ -99,7 +99,7 @@ def test_where_computing_is_slow_preempted_sequences_are_copied(slow: Path) -> N
 def test_evicted_prefixes_come_back_from_host_memory(slow: Path) -> None:
     stem = [7] * 40
     others = [[i] * 60 for i in range(4)]
-    with Client(slow, num_blocks=24, kv_host_bytes=100 * 64) as client:
+    with Client(slow, num_blocks=24, kv_host_bytes=100 * 64, max_num_batched_tokens=16) as client:
         for i, prompt in enumerate([stem, *others, [*stem, 3], [*stem, 4]]):
             client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
             client.wait_all()
@@ -113,6 +113,26 @@ def test_evicted_prefixes_come_back_from_host_memory(slow: Path) -> None:
         last = client.stats[-1]
         assert last.evictions > 0
         assert (last.shelf_hits, last.blocks_used, last.host_blocks_used) == ({"host": 40}, 0, 0)
+
+
+@pytest.mark.parametrize("host", [{}, {"kv_host_bytes": 24 * 64}])
+def test_evicted_prefixes_come_back_from_a_disk(slow: Path, tmp_path: Path, host: dict) -> None:
+    stem = [7] * 40
+    others = [[i] * 60 for i in range(6)]
+    options = {"num_blocks": 24, "max_num_batched_tokens": 16, **host}  # so that tokens are dear
+    with Client(slow, kv_disk=str(tmp_path), kv_disk_bytes=2**20, **options) as client:
+        for i, prompt in enumerate([stem, *others, [*stem, 3], [*stem, 4]]):
+            client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
+            client.wait_all()
+            assert client.tokens[str(i)] == greedy(prompt, 6)
+        assert [client.ended[name].cached_tokens for name in ("0", "7", "8")] == [0, 40, 40]
+        client.wait(lambda: client.idle() and client.stats[-1].prompt_tokens == 40 + 6 * 60 + 2 * 41)
+        last = client.stats[-1]
+        assert last.shelf_hits["disk"] > 0
+        assert last.shelf_damaged == {"disk": 0}
+        client.process.kill()
+        client.process.wait(10)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
@@ -371,6 +391,10 @@ def test_signals_to_the_group_do_not_end_a_core(slow: Path) -> None:
         ({"num_blocks": 10**12}, 6, "the KV pool does not fit.*--kv-bytes [0-9]+ would fit"),
         ({"max_num_seqs": 9}, 2, "--max-num-seqs is 9.*at most 8"),
         ({"kv_host_bytes": 10}, 2, "--kv-host-bytes 10 holds nothing: a block of 4 tokens takes 32 bytes"),
+        ({"kv_disk": "/"}, 2, "--kv-disk DIR and --kv-disk-bytes N go together"),
+        ({"kv_disk": "/tmp", "kv_disk_bytes": 10}, 2, "--kv-disk-bytes 10 holds no block: .* 4096 bytes of the disk"),
+        ({"kv_disk": "/none", "kv_disk_bytes": 10**6}, 6, "--kv-disk /none: cannot create a file there: No such file"),
+        ({"kv_disk": "/tmp", "kv_disk_bytes": 10**6, "prefix_cache": False}, 2, "--kv-disk keeps blocks of the prefix"),
         ({"queue_timeout": 0.0}, 2, "--queue-timeout is 0.0; it must be more than 0"),
         ({"priority_weights": {"batch": 1.0}}, 2, "--priority-weights is .*must give 'interactive'"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import Handling, SamplingParams
-from tests.unit.runtime.scheduling import EOS, VOCAB, alone, answer, make, sequence
+from llmc.runtime.records import RecordFile
+from tests.unit.runtime.scheduling import EOS, VOCAB, CarelessFile, Run, alone, answer, make, on_disk, sequence
 
 
 def test_both_classes_get_their_share_of_a_step() -> None:
@@ -159,8 +162,26 @@ def traffic(
 @given(traffic(), st.booleans(), st.sampled_from([0, 3, 40]), st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int, overlap: bool) -> None:
+    options = {"caching": caching, "memory": HostMemory(host, host), "needs_state": not caching, "overlap": overlap}
+    play(case, make(**case[1], **options))
+
+
+@given(traffic(), st.sampled_from([1, 3, 12]), st.sampled_from([1, 5, 200]), st.booleans(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_disk_changes_no_answer(case: tuple, host: int, count: int, overlap: bool, careless: bool) -> None:
+    with TemporaryDirectory() as folder:
+        tier = on_disk(Path(folder), count, CarelessFile if careless else RecordFile)
+        run = make(**case[1], memory=HostMemory(host), overlap=overlap, disk=tier)
+        play(case, run)
+        assert run.scheduler.shelf is not None
+        assert run.scheduler.shelf.disk is not None
+        run.scheduler.shelf.disk.check(count)
+        run.scheduler.shelf.disk.close()
+
+
+def play(case: tuple, run: Run) -> None:
+    """Gives a scheduler the traffic, and checks what came of it."""
     requests, sizes, aborts = case
-    run = make(**sizes, caching=caching, memory=HostMemory(host, host), needs_state=not caching, overlap=overlap)
     aborted = set()
     for now in range(41):
         come = [

@@ -30,10 +30,9 @@ def test_a_place_is_not_filled_by_the_step_that_copies_from_it() -> None:
     memory = HostMemory(1)
     shelf = Shelf(memory, 2)
     shelf.put(key(1), 1, 5)
-    picked = shelf.pick(key(1))
-    assert picked is not None
+    assert shelf.pick([key(1)]) == [(1, 0)]
     shelf.put(key(2), 2, 6)  # there is no place: the one of the picked block is still wanted
-    shelf.restore(picked, 7)
+    shelf.restore(0, 7)
     shelf.put(key(3), 3, 8)
     assert len(shelf) == 0
     assert memory.take_copies().blocks_in == [(7, 0)]
@@ -60,7 +59,7 @@ def test_copying_that_costs_more_than_computing_is_not_done() -> None:
     memory.observe_step(32, 32, 0.032)  # 4 ms a block
     shelf.put(key(1), 1, 5)
     assert len(shelf) == 0
-    assert not shelf.is_worth(1)
+    assert not shelf.is_worth([Shelved(1, 0)])
 
 
 def test_a_prefix_that_was_evicted_is_not_computed_again() -> None:
