@@ -225,6 +225,19 @@ def test_an_operator_without_kernels_is_named_with_its_module(monkeypatch: pytes
         small(body)
 
 
+def test_fp8_is_refused_for_gpus_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cuda_launch", made_up)
+    body = """  %t: f32[9,8] = param() {recipe="load('t')"} @embed
+  %w: f8e4m3[8,8] = param() {recipe="fp8(load('w'))"} @head
+  %s: f32[8] = param() {recipe="fp8_scale(load('w'))"} @head
+  %x: f32[T,8] = embedding(%ids, %t) @embed
+  %y: f32[T,8] = linear(%x, %w, %s) @head
+  %z: f32[S,8] = select_rows(%y, %rows) @model.last
+  return %z"""
+    with pytest.raises(UnsupportedError, match=r"linear @head: cuda:sm_80 has no FP8; .* or a target from sm_89 on"):
+        small(body, name="cuda:sm_80")
+
+
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "words"),
     [
