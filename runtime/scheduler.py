@@ -6,8 +6,7 @@ Must not know: logits, processes, messages beyond their types. Standard library 
 A step takes one token of every decoding sequence. What is left of its tokens goes to prompts in small grants, each to
 whom `Policy` chooses among the prompts at work and, while seats are free, the waiting. A waiting sequence that is
 chosen is admitted if the blocks of its prompt fit beside a watermark, now and at the peak that `peak_blocks` expects;
-if they do not, it is remembered as next. Only higher classes may pass it then, by as many tokens as their weight allows
-them for its own; after that nobody is admitted before it, so no one is passed over for ever.
+if they do not, it is next, as `Waiting` says.
 
 When blocks run out all the same, sequences give up their own and wait again, lowest class and youngest first; later
 their tokens are computed anew, as a prompt, or copied back from where `Parking` has put them, so they go on where they
@@ -32,11 +31,12 @@ from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import INTERACTIVE, Cause, FinishReason
 from llmc.runtime.pacing import Pace
 from llmc.runtime.parking import Parking
-from llmc.runtime.policy import Policy, Queue
+from llmc.runtime.policy import Policy
 from llmc.runtime.sharing import Sharing
 from llmc.runtime.shelf import Shelf
 from llmc.runtime.slots import StateSlots
 from llmc.runtime.step import StepBatch
+from llmc.runtime.waiting import Waiting
 
 #: Into how many grants a step's prompt tokens are cut at least.
 _GRANTS = 8
@@ -90,15 +90,11 @@ class Scheduler:
         self._watermark = max(1, int(pool.num_blocks * WATERMARK))
         self._answers = AnswerLength()
         self._running: list[Sequence] = []  # by standing: whoever gives way first is last
-        self._waiting: Queue[Sequence] = Queue(self.policy.weights)
-        self._refused: Sequence | None = None  # the waiting one that was chosen and did not fit: it is next
-        self._passed = 0  # tokens of those who were admitted before it since
+        self._waiting = Waiting(self.policy.weights, self._patience)
         self._by_id: dict[str, Sequence] = {}
         self._serial = 0
         self._room = 0  # tokens that the step composed last could still take
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.preemptions = 0
+        self.prompt_tokens = self.generation_tokens = self.preemptions = 0
         self.rejections: Counter[Cause] = Counter()
 
     @property
@@ -143,21 +139,13 @@ class Scheduler:
         return sequence
 
     def turn_away(self) -> list[Sequence]:
-        """Ends those that have waited too long, and then the youngest of those for whom the queue is too short; each
-        has its `cause`. Whoever was at work already stays. To be called after `schedule`, which has admitted all it
-        could.
+        """Ends those who have waited too long or are too many; each has its `cause`. To be called after `schedule`,
+        which has admitted all it could.
         """
-        now = self._clock()
-        oldest = [s.arrived for name in self.policy.weights if (s := self._waiting.oldest(name)) is not None]
-        if not self._patience.is_tried(len(self._waiting), oldest, now):
-            return []
-        new = sorted((s for s in self._waiting if s.admitted is None), key=lambda s: s.serial)
-        late, many = self._patience.split([s.arrived for s in new], now)
-        turned = new[:late] + new[len(new) - many :]
-        for place, sequence in enumerate(turned):
-            cause: Cause = "queue_timeout" if place < late else "queue_full"
-            sequence.cause = cause
-            self.rejections[cause] += 1
+        turned = self._waiting.impatient(self._clock())
+        for sequence in turned:
+            assert sequence.cause is not None
+            self.rejections[sequence.cause] += 1
             self._finish(sequence, "error")
         return turned
 
@@ -186,8 +174,7 @@ class Scheduler:
             self._room = 0  # whoever is admitted now would only take the blocks that were given up
         stuck = not chunks and self._by_id and not any(sequence.pending for sequence in self._running)
         assert not stuck, "sequences are left, but none of them can run"
-        for chunk in chunks:
-            self._count_as_done(chunk)
+        self._count_as_done(chunks)
         return StepBatch(chunks, self._memory.take_copies()) if chunks else None
 
     def extend(self, batch: StepBatch[Scheduled]) -> None:
@@ -196,8 +183,7 @@ class Scheduler:
         more: list[Scheduled] = []
         if self._room and len(self._waiting):
             self._schedule_prompts(more, admit=True)
-        for chunk in more:
-            self._count_as_done(chunk)
+        self._count_as_done(more)
         batch.chunks += more
         batch.copies.extend(self._memory.take_copies())
 
@@ -207,10 +193,11 @@ class Scheduler:
             self._append(chunks, sequence, tokens)
             self._room -= tokens
 
-    def _count_as_done(self, chunk: Scheduled) -> None:
-        chunk.sequence.computed += len(chunk.tokens)
-        if chunk.rows:
-            chunk.sequence.expect()
+    def _count_as_done(self, chunks: list[Scheduled]) -> None:
+        for chunk in chunks:
+            chunk.sequence.computed += len(chunk.tokens)
+            if chunk.rows:
+                chunk.sequence.expect()
 
     def _schedule_decodes(self, chunks: list[Scheduled]) -> bool:
         """Appends a token of each decoding sequence; True if one had to be preempted for want of blocks."""
@@ -247,8 +234,8 @@ class Scheduler:
         grants: dict[Sequence, int] = {}
         grain = max(self.pool.block_size, budget // _GRANTS)
         prompts = [sequence for sequence in self._running if sequence.remaining > 1]
-        if admit and self._refused is not None and budget:
-            self._join(prompts, self._refused)
+        if admit and self._waiting.next is not None and budget:
+            self._join(prompts, self._waiting.next)
         while budget:
             chosen = self._choose(prompts, admit)
             if chosen is None:
@@ -273,17 +260,9 @@ class Scheduler:
             long = Counter(sequence.priority for sequence in self._running if self._is_long(sequence))
             for name in self.policy.weights:
                 full = long[name] >= self._max_long
-                for waiter in (self._waiting.shortest(name), self._waiting.oldest(name)):
-                    if waiter is not None and not (full and self._is_long(waiter)) and self._may_pass(waiter):
-                        candidates.append(waiter)
+                found = self._waiting.candidates(name)
+                candidates += [waiter for waiter in found if not (full and self._is_long(waiter))]
         return self.policy.choose(candidates) if candidates else None
-
-    def _may_pass(self, waiter: Sequence) -> bool:
-        """Whether somebody may be admitted before the one that is next."""
-        if self._refused is None:
-            return True
-        ratio = self.policy.weights[waiter.priority] / self.policy.weights[self._refused.priority]
-        return ratio > 1 and self._passed < ratio * self._refused.remaining
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > LONG_STEPS * self.max_num_batched_tokens
@@ -301,14 +280,9 @@ class Scheduler:
         """Moves a waiting sequence to the prompts at work; one that does not fit is next, unless somebody else is."""
         tokens = sequence.remaining
         if len(self._running) >= self._seats or not self._admit(sequence):
-            if self._refused is None:
-                self._refused, self._passed = sequence, 0
+            self._waiting.refuse(sequence)
             return False
-        if sequence is self._refused:
-            self._refused = None
-        elif self._refused is not None:
-            self._passed += tokens
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence, tokens)
         self._running.append(sequence)
         prompts.append(sequence)
         return True
@@ -409,8 +383,6 @@ class Scheduler:
             self._patience.ended(self._clock())
         else:
             self._waiting.remove(sequence)
-            if self._refused is sequence:
-                self._refused = None
             if sequence.parked is not None:
                 self.parking.drop(sequence.parked)
                 sequence.parked = None

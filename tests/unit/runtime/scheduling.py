@@ -131,7 +131,7 @@ def check(scheduler: Scheduler) -> None:
     assert not any(sequence.blocks or sequence.state_slot != -1 for sequence in scheduler._waiting)
     assert {*scheduler._running, *scheduler._waiting} == set(scheduler._by_id.values())
     assert len(scheduler._running) + len(scheduler._waiting) == len(scheduler._by_id), "a sequence is in two places"
-    assert scheduler._refused is None or scheduler._refused in [*scheduler._waiting]
+    assert scheduler._waiting.next is None or scheduler._waiting.next in [*scheduler._waiting]
     assert len(scheduler._running) <= scheduler._seats
     for sequence in scheduler._running:
         assert len(sequence.blocks) * scheduler.pool.block_size >= sequence.computed
