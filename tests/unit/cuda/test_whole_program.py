@@ -1,5 +1,5 @@
 """Whole programs of the cuda targets, interpreted, beside the CPU engine of the same model: prefill in chunks, mixed
-steps, decodes with empty sequences beside them; bf16 and FP8, one rank and two. Not run on a GPU.
+steps, decodes with empty sequences beside them; every precision, one rank and two. Not run on a GPU.
 
 The CPU engine multiplies in float32 and the programs round inputs to bf16, or with FP8 round them as FP8: the logits
 differ by that, and the best tokens are the same wherever the CPU engine prefers one by more than that.
@@ -7,6 +7,7 @@ differ by that, and the best tokens are the same wherever the CPU engine prefers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,9 +34,19 @@ CAPACITIES = (30, 20, 20)
 BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
 #: Tokens of each sequence in each step: prefill, a chunk beside decodes, decodes.
 STEPS = ((17, 2, 0), (1, 1, 3), (1, 1, 1))
-#: precision, ranks, and the root mean square of the difference, in that of the logits, that rounding explains: of an
-#: input that lies between two E4M3 numbers, 6 % apart, either side may take another one.
-CASES = [("bf16", 1, 0.02), ("bf16", 2, 0.02), ("fp8", 1, 0.07), ("fp8", 2, 0.07)]
+#: Where only the products are others: a prefill and decodes.
+FEW = ((3, 2, 0), (1, 1, 1))
+#: precision, ranks, steps, and the root mean square of the difference, in that of the logits, that rounding explains:
+#: of an input that lies between two E4M3 numbers, 6 % apart, either side may take another one; of two INT8 numbers they
+#: lie 1 % of the largest apart.
+CASES = [
+    ("bf16", 1, STEPS, 0.02),
+    ("bf16", 2, STEPS, 0.02),
+    ("fp8", 1, STEPS, 0.07),
+    ("fp8", 2, FEW, 0.07),
+    ("fp32", 1, FEW, 0.01),
+    ("int8", 1, FEW, 0.05),
+]
 
 
 @cache
@@ -44,34 +55,43 @@ def model() -> tuple[Any, Tensors]:
     return traced.graph, model_tensors(tiny_model("llama"), traced.buffers)
 
 
-def steps(graph: Any, run: Any) -> list[np.ndarray]:
+def steps(graph: Any, tokens: Sequence[Sequence[int]], run: Any) -> list[np.ndarray]:
     """The logits of each step; the same tokens for everybody."""
     rng, running = np.random.default_rng(0), Batch(graph, CAPACITIES, block_size=16)
-    return [run(*running.step([rng.integers(0, VOCAB, n).tolist() for n in counts])) for counts in STEPS]
+    return [run(*running.step([rng.integers(0, VOCAB, n).tolist() for n in counts])) for counts in tokens]
 
 
-def cpu_logits(precision: str, tp: int) -> list[np.ndarray]:
-    options = CompileOptions(precision=precision, kv_dtype="bf16", tp=tp, fp8_activations="token")
+def options_of(precision: str, tp: int, **more: Any) -> CompileOptions:
+    """With the output head in FP8 where it is by default."""
+    head = "fp8" if precision == "int8" else "bf16"
+    return CompileOptions(
+        precision=precision, kv_dtype="bf16", tp=tp, fp8_activations="token", lm_head_dtype=head, **more
+    )
+
+
+def cpu_logits(precision: str, tp: int, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    options = options_of(precision, tp)
     lowered = lower_for_test(pipeline.run(model()[0], options), PROFILE)
     engines = Engines(lowered, compile_all([lowered])[0], model()[1], BLOCKS)
     try:
-        return steps(lowered.programs[0].graph, engines.run)
+        return steps(lowered.programs[0].graph, tokens, engines.run)
     finally:
         engines.close()
 
 
-@pytest.mark.parametrize(("precision", "tp", "most"), CASES, ids=str)
-def test_a_program_computes_what_the_cpu_engine_computes(precision: str, tp: int, most: float) -> None:
+@pytest.mark.parametrize(("precision", "tp", "tokens", "most"), CASES, ids=[f"{p}-{tp}" for p, tp, *_ in CASES])
+def test_a_program_computes_what_the_cpu_engine_computes(
+    precision: str, tp: int, tokens: Sequence[Sequence[int]], most: float
+) -> None:
     target = load_target("cuda:sm_90")
     assert isinstance(target, CudaTarget)
-    options = CompileOptions(precision=precision, kv_dtype="bf16", tp=tp, fp8_activations="token", rounds_apart=True)
-    compiled = pipeline.run(model()[0], options)
+    compiled = pipeline.run(model()[0], options_of(precision, tp, rounds_apart=True))
     lowered = lower(compiled.graphs, PROFILE, target, compiled.kv_dtype, compiled.vocab)
-    want = cpu_logits(precision, tp)
+    want = cpu_logits(precision, tp, tokens)
     program = WholeProgram(lowered, model()[1], BLOCKS, interpreter())
-    have = steps(compiled.graphs[0], lambda inputs, context: program.run(inputs, context, padded=2))
+    have = steps(compiled.graphs[0], tokens, lambda inputs, context: program.run(inputs, context, padded=2))
     clear = 0
-    for counts, mine, theirs in zip(STEPS, have, want, strict=True):
+    for counts, mine, theirs in zip(tokens, have, want, strict=True):
         scale = np.sqrt(np.mean(theirs**2))
         assert np.sqrt(np.mean((mine - theirs) ** 2)) <= most * scale, counts
         ordered = np.sort(theirs, axis=1)
