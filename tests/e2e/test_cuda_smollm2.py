@@ -9,12 +9,17 @@ import pytest
 
 import llmc
 from llmc.artifacts.calibration import CalibrationTable
-from llmc.artifacts.cuda_program import AllReduce, decode_program
+from llmc.artifacts.cuda_program import AllReduce, Launch, decode_program
 from llmc.artifacts.plan import Plan
 from llmc.builder.cuda.cubin import resources
 from tests.unit.calibration.tables import ranges_alone
 
 LAYERS = 30
+#: The operator that works out sines and cosines of positions, the only one that may have a stack.
+ROTARY = "pointwise @model.rotary_emb"
+#: Bytes of a thread's stack where sines and cosines of large angles are worked out: seven words of the angle times 2/pi
+#: (the reduction of Payne and Hanek). A register that is spilled makes it larger.
+REDUCTION = 32
 
 
 @pytest.mark.real_model
@@ -42,8 +47,8 @@ def test_smollm2_is_built_for_hopper(real_gguf: Path, smollm2_plan: Path, tmp_pa
             assert launches["rope_cache"] == LAYERS
             # Inputs of FP8 layers are rounded by the norm before them, or by an operator of their own.
             assert launches["quantize"] + launches["rms_norm"] >= 4 * LAYERS
-        for kernel in program.kernels:
-            if kernel.entry == "formula":
-                continue  # sines and cosines of large angles keep a table in local memory
-            assert resources(bytes(plan.section(kernel.section))).local == 0, f"{kernel.entry} spills"
+        angles = {x.kernel for s in program.steps for x in s.launches if isinstance(x, Launch) and x.node == ROTARY}
+        for number, kernel in enumerate(program.kernels):
+            local = resources(bytes(plan.section(kernel.section))).local
+            assert local in ((0, REDUCTION) if number in angles else (0,)), f"{kernel.entry} spills"
     assert sum(count for _, count in columns) == plan.manifest.model.vocab_size
