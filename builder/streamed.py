@@ -92,7 +92,7 @@ def stream_parameters(model: nn.Module, checkpoint: Checkpoint, stored: Mapping[
 @cache
 def _give_back_when_freed() -> None:
     """Blocks of a megabyte and more are the system's again when they are freed. The allocator would keep them
-    (mallopt(3): its threshold grows to 32 MB), with ever more holes between them: over 0.8 GB when 8 GB were calibrated.
+    (mallopt(3): its threshold grows to 32 MB), with ever more holes between them: 0.8 GB when 8 GB were calibrated.
     """
     with contextlib.suppress(AttributeError):  # glibc has it
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
