@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.errors import UnsupportedError
-from llmc.artifacts.schema import KVLayer, ShapeProfile, StateLayer, TokenRange
+from llmc.artifacts.schema import KVLayer, ShapeProfile, TokenRange
 from llmc.builder.alias import Alias, resolve, width
 from llmc.builder.arena import Arena, Life, aligned, plan_memory
 from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch, Place, RangeProgram
-from llmc.builder.ir import Graph, GraphError, Node, layer_of
-from llmc.builder.operators import ALL
+from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.passes.views import SILENT
+from llmc.builder.slots import state_table
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
 from llmc.plugins import cpu_launch
 from llmc.plugins.all_reduce.cpu import comm_bytes, slot_bytes
@@ -88,19 +88,6 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str) -> tuple[tuple[KVLaye
     return tuple(layers), offset
 
 
-def state_table(graph: Graph) -> tuple[dict[int, StateLayer], int]:
-    """Each recurrence's part of a slot, by the state's number, and the bytes of a slot."""
-    layers: dict[int, StateLayer] = {}
-    offset = 0
-    for node in graph:
-        if (shape_of := ALL[node.op].state_shape) is not None:
-            shape = shape_of(node.attrs)
-            nbytes = state_bytes(shape)
-            layers[node.attrs.state] = StateLayer(layer_of(node.path), node.op, shape, "f32", offset, nbytes)
-            offset += aligned(nbytes)
-    return layers, offset
-
-
 @dataclass(frozen=True)
 class _Bound:
     """A node that is launched, with its call."""
@@ -118,7 +105,7 @@ class _Rank:
         self.producers = graph.producers()
         self.aliases = resolve(graph)
         self.kv_layers, self.kv_block_bytes = kv_table(graph, profile.block_size, kv_dtype)
-        self.states, self.state_slot_bytes = state_table(graph)
+        self.states, self.state_slot_bytes = state_table(graph, state_bytes)
         self.constants = tuple(node for node in graph if node.op == "const")
         self.calls = [self._calls(tokens, kv_dtype) for tokens in profile.token_ranges]
         self._check_packing()

@@ -11,11 +11,10 @@ from __future__ import annotations
 from math import prod
 
 from llmc.artifacts.errors import UnsupportedError
-from llmc.artifacts.schema import KVLayer, StateLayer
+from llmc.artifacts.schema import KVLayer
 from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.arena import aligned
-from llmc.builder.ir import Graph, layer_of
-from llmc.builder.operators import ALL
+from llmc.builder.ir import Graph
 from llmc.profiles import CudaTarget
 
 
@@ -43,14 +42,6 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str, target: CudaTarget) -
     return tuple(layers), offset
 
 
-def state_table(graph: Graph) -> tuple[dict[int, StateLayer], int]:
-    """Each recurrence's part of a slot, by the state's number, and the bytes of a slot."""
-    layers: dict[int, StateLayer] = {}
-    offset = 0
-    for node in graph:
-        if (shape_of := ALL[node.op].state_shape) is not None:
-            shape = shape_of(node.attrs)
-            nbytes = prod(shape) * NUMPY_DTYPES["f32"].itemsize
-            layers[node.attrs.state] = StateLayer(layer_of(node.path), node.op, shape, "f32", offset, nbytes)
-            offset += aligned(nbytes)
-    return layers, offset
+def state_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a state f32[shape] of one sequence: it lies as it is."""
+    return prod(shape) * NUMPY_DTYPES["f32"].itemsize

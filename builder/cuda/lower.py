@@ -18,10 +18,11 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import ShapeProfile
 from llmc.builder.alias import Alias, resolve
 from llmc.builder.cuda.binding import Binder, Form
-from llmc.builder.cuda.cache_layout import kv_table, state_table
+from llmc.builder.cuda.cache_layout import kv_table, state_bytes
 from llmc.builder.cuda.program import CudaLowered, CudaRank, NodeCalls, StepCode
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.builder.passes.views import SILENT
+from llmc.builder.slots import state_table
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
 from llmc.plugins import cuda_launch
 from llmc.plugins.cpu.call import Pointer, Side
@@ -99,7 +100,7 @@ class _Rank:
         self.types, self.producers = graph.types(), graph.producers()
         self.aliases = resolve(graph)
         self.kv_layers, self.kv_block_bytes = kv_table(graph, profile.block_size, kv_dtype, target)
-        self.states, self.slot_bytes = state_table(graph)
+        self.states, self.slot_bytes = state_table(graph, state_bytes)
         self.env = CudaEnv(
             sm=target.sm,
             tokens=(1, 1),

@@ -13,13 +13,14 @@ import torch
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder import pipeline
-from llmc.builder.cpu.lower import state_table
 from llmc.builder.interpreter import Batch, run_ranks
 from llmc.builder.memory import memory_plan
 from llmc.builder.pipeline import Compiled, CompileOptions
+from llmc.builder.slots import state_table
 from llmc.builder.trace import Traced, trace_model
 from llmc.builder.trace.recurrent_hook import recurrences
 from llmc.builder.verify import Verifier
+from llmc.plugins.cpu.recurrent import state_bytes
 from llmc.runtime.native import StepRefused
 from tests.models import VOCAB, tiny_config, tiny_model
 from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
@@ -82,7 +83,7 @@ def test_a_recurrence_without_a_kernel_is_refused() -> None:
 
 def test_states_are_numbered_and_laid_out_in_the_order_of_the_graph() -> None:
     graph = compiled("falcon_h1").graphs[0]
-    states, size = state_table(graph)
+    states, size = state_table(graph, state_bytes)
     assert list(states) == [0, 1, 2, 3]
     assert [(s.layer, s.kind) for s in states.values()] == [
         (0, "causal_conv"), (0, "ssd_scan"), (1, "causal_conv"), (1, "ssd_scan")
@@ -110,7 +111,7 @@ def test_projections_are_quantized_and_recurrences_are_not(family: str, precisio
 def test_every_rank_carries_the_whole_state(family: str) -> None:
     one, two = compiled(family), compiled(family, tp=2)
     for graph in two.graphs:
-        assert state_table(graph) == state_table(one.graphs[0])
+        assert state_table(graph, state_bytes) == state_table(one.graphs[0], state_bytes)
     assert [columns for _, columns in two.vocab] != [VOCAB]  # what can be divided is
 
 
