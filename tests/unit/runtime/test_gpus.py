@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from llmc.artifacts.errors import EnvironmentFault, UsageError
+from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
 from llmc.artifacts.schema import Manifest, RankProgram, ShapeProfile, Target, TokenRange
 from llmc.runtime.cuda import gpus
 from llmc.runtime.cuda.gpus import RESERVE, RESERVE_NCCL, Gpu, Survey, check, choose_gpu_blocks, fixed_bytes
+from llmc.runtime.options import CoreOptions
 
 GIB = 1 << 30
 BLOCK = 1 << 20
@@ -117,3 +118,9 @@ def test_a_model_without_attention_has_blocks_that_hold_nothing() -> None:
     assert choose_gpu_blocks(bare, (gpu(),)) == 8 * 64
     with pytest.raises(EnvironmentFault, match="does not fit GPU 0"):
         choose_gpu_blocks(bare, (gpu(GIB),))
+
+
+def test_blocks_of_a_gpu_are_kept_on_no_disk() -> None:
+    with pytest.raises(UnsupportedError, match=r"--kv-disk: a plan for cuda:sm_90 keeps no blocks on disk; leave"):
+        CoreOptions(kv_disk="/tmp", kv_disk_bytes=GIB).check_disk(manifest())
+    CoreOptions(kv_host_bytes=GIB).check_disk(manifest())
