@@ -17,7 +17,7 @@ from llmc.builder.cpu.emit import emit
 from llmc.builder.cpu.lower import lower as lower_for_cpu
 from llmc.builder.cpu.program import CpuLowered
 from llmc.builder.cpu.toolchain import find_compiler
-from llmc.builder.cuda.code import sections, variants
+from llmc.builder.cuda.code import compiled, sections, spills, variants
 from llmc.builder.cuda.compile import CudaCompiler, cubin_cache
 from llmc.builder.cuda.lower import lower as lower_for_cuda
 from llmc.builder.cuda.program import CudaLowered
@@ -49,6 +49,8 @@ class Backend(ABC):
     def __init__(self, host: CpuTarget, options: BuildOptions) -> None:
         cache = ObjectCache(default_folder()) if options.cache else None
         self.compiler = Compiler(find_compiler(options.cxx), host, cache, options.workers)
+        #: What the user should know of the code that was made.
+        self.notes: tuple[str, ...] = ()
 
     @property
     def toolchain(self) -> str:
@@ -116,8 +118,10 @@ class CudaBackend(Backend):
         """`code/rank<N>.json`, `code/<digest>.cubin` for each kernel, and the library of the host."""
         assert isinstance(lowered, CudaLowered)
         with progress.stage("compile", len(variants(lowered)) + 1) as done:
-            made = sections(lowered, self.kernels, done)
+            cubins = compiled(lowered, self.kernels, done)
+            made = sections(lowered, cubins)
             made[HOST_LIBRARY] = self.compiler.host_library()
+        self.notes = tuple(spills(cubins))
         return made
 
 

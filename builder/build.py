@@ -159,7 +159,8 @@ def compile_plan(
         if verdict.sections:
             manifest = writer.amend(verdict.sections)
         size = writer.temporary.stat().st_size
-        report = _report(checkpoint, out, size, manifest, memory, front, progress, verdict, parity)
+        notes = (*build_notes(checkpoint, front.traced.note, memory, build), *backend.notes)
+        report = _report(out, size, manifest, memory, front, progress, verdict, parity, notes)
         if verdict.broken:
             raise GateError(
                 f"gate failed: {'; '.join(verdict.broken)}. Nothing was published; choose a precision that keeps more, "
@@ -365,7 +366,6 @@ def peak_memory() -> int:
 
 
 def _report(
-    checkpoint: Checkpoint,
     out: Path,
     size: int,
     manifest: Manifest,
@@ -374,6 +374,7 @@ def _report(
     progress: Progress,
     verdict: Verdict,
     parity: str,
+    notes: tuple[str, ...],
 ) -> BuildReport:
     return BuildReport(
         plan=str(out),
@@ -389,6 +390,6 @@ def _report(
         memory=memory,
         quality=dict(verdict.quality),
         parity=parity,
-        notes=build_notes(checkpoint, front.traced.note, memory, manifest.build),
+        notes=notes,
         reused=tuple(progress.reused),
     )

@@ -7,7 +7,7 @@ know: how launches were bound, Triton.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from llmc.artifacts.cuda_program import (
     VERSION,
@@ -22,7 +22,7 @@ from llmc.artifacts.cuda_program import (
 )
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.cuda.compile import CudaCompiler
-from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS, Cubin
+from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS, Cubin, resources
 from llmc.builder.cuda.program import BoundCall, CudaLowered, CudaRank, StepCode
 from llmc.builder.cuda.variant import Variant
 
@@ -43,10 +43,10 @@ def variants(lowered: CudaLowered) -> list[Variant]:
     return list(dict.fromkeys(call.variant for call in calls))
 
 
-def sections(
+def compiled(
     lowered: CudaLowered, compiler: CudaCompiler, done: Callable[[int], None] = lambda count: None
-) -> dict[str, bytes]:
-    """`done` is told how many of `variants` are compiled. Raises what the compiler raises."""
+) -> dict[Variant, Cubin]:
+    """Every kernel. `done` is told how many of `variants` are compiled. Raises what the compiler raises."""
     distinct = variants(lowered)
     cubins = dict(zip(distinct, compiler.cubins(distinct, done), strict=True))
     for variant, cubin in cubins.items():
@@ -55,6 +55,26 @@ def sections(
                 f"kernel {variant.kernel} for sm_{variant.sm} needs {cubin.scratch} bytes of global scratch a block, "
                 "which programs do not give; it must not make tensor descriptors on the device"
             )
+    return cubins
+
+
+def spills(cubins: Mapping[Variant, Cubin]) -> list[str]:
+    """What to know of kernels whose registers do not suffice. Generated ones are passed over: they have a stack where
+    they work out sines of large numbers.
+    """
+    stacks: dict[str, int] = {}
+    for variant, cubin in cubins.items():
+        if variant.source is None:
+            stacks[variant.kernel] = max(stacks.get(variant.kernel, 0), resources(cubin.code).local)
+    return [
+        f"kernel {kernel} keeps {local} bytes of a thread's registers in memory, which is slow: smaller tiles would not"
+        for kernel, local in stacks.items()
+        if local
+    ]
+
+
+def sections(lowered: CudaLowered, cubins: Mapping[Variant, Cubin]) -> dict[str, bytes]:
+    """Programs and kernels, by name."""
     made = {_section(cubin): cubin.code for cubin in cubins.values()}
     for program in lowered.programs:
         made[program.section] = encode_program(rank_program(lowered, program, cubins))
@@ -65,7 +85,7 @@ def _section(cubin: Cubin) -> str:
     return f"code/{hashlib.sha256(cubin.code).hexdigest()[:16]}.cubin"
 
 
-def rank_program(lowered: CudaLowered, program: CudaRank, cubins: dict[Variant, Cubin]) -> CudaProgram:
+def rank_program(lowered: CudaLowered, program: CudaRank, cubins: Mapping[Variant, Cubin]) -> CudaProgram:
     """The program of one rank."""
     kernels: dict[Kernel, int] = {}
     steps = tuple(_steps(code, cubins, kernels) for code in program.steps)
@@ -90,7 +110,7 @@ def rank_program(lowered: CudaLowered, program: CudaRank, cubins: dict[Variant, 
     )
 
 
-def _steps(code: StepCode, cubins: dict[Variant, Cubin], kernels: dict[Kernel, int]) -> Steps:
+def _steps(code: StepCode, cubins: Mapping[Variant, Cubin], kernels: dict[Kernel, int]) -> Steps:
     """`kernels` numbers those of the rank, and grows."""
     launches: list[Launch | AllReduce] = []
     for bound in code.launches:

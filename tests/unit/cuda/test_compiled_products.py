@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
+from llmc.builder.cuda.code import spills
 from llmc.builder.cuda.cubin import Cubin
 from llmc.builder.cuda.sass import instructions
 from llmc.builder.cuda.variant import Variant
@@ -118,3 +121,13 @@ def test_other_operators_spill_nothing() -> None:
 def test_fp8_weights_are_refused_before_sm_89() -> None:
     with pytest.raises(UnsupportedError, match=r"cuda:sm_80 has no FP8 \(kernel linear.kernels:gemm\)"):
         Case(80, "f8e4m3", True, False, None).made()
+
+
+def test_a_product_whose_registers_do_not_suffice_is_told() -> None:
+    sound = Case(80, "bf16", False, True, None).made()
+    numbers = dict(sound.constexprs) | {"ROWS": 128, "COLUMNS": 128}
+    large = dataclasses.replace(sound, constexprs=tuple(numbers.items()), num_warps=4)
+    (fits, spilled) = compiled([sound, large])
+    assert spills({sound: fits}) == []
+    (note,) = spills({large: spilled, sound: fits})
+    assert re.fullmatch(r"kernel linear\.kernels:gemm keeps [1-9]\d* bytes of a thread's registers in memory, .*", note)
