@@ -33,6 +33,7 @@ SABOTAGE = {
     "fuse_latent_cache": ("latent_cache", "attn", 2),
     "merge_latent": ("linear", "attn.kv_a", 0),
     "fuse_residual_norm": ("layer_norm", "norm", 0),
+    "fuse_quantize": ("quantize", "down", 0),
 }
 #: Passes that count places and need no such check: fuse_attention replaces every attention, or raises.
 WHOLE = {"fuse_attention"}
