@@ -1,7 +1,7 @@
 """What every target's lowering makes, as far as plans, weights and memory arithmetic ask.
 
-Comes in: nothing. Goes out: `RankCode`, `Lowered`, of which each target has its own kinds. Must not know: targets,
-kernels, how anything is lowered.
+Comes in: nothing. Goes out: `RankCode`, `Lowered`, of which each target has its own kinds; `columns_of`. Must not know:
+targets, kernels, how anything is lowered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from llmc.builder.ir import Graph
 from llmc.builder.weights.placement import Member
 from llmc.plugins.cpu.call import Scratch
 from llmc.profiles import TargetDescription
+
+
+def columns_of(vocab: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+    """`vocab`: (first column, columns) of the logits that each rank computes -> those that it writes, and all
+    columns. Where every rank computes the whole vocabulary, the first one's is taken.
+    """
+    split = len({first for first, _ in vocab}) == len(vocab)
+    written = [columns if split or rank == 0 else (0, 0) for rank, columns in enumerate(vocab)]
+    return written, max(first + count for first, count in vocab)
 
 
 @dataclass(frozen=True)

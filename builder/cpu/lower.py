@@ -16,6 +16,7 @@ from llmc.builder.alias import Alias, resolve, width
 from llmc.builder.arena import Arena, Life, aligned, plan_memory
 from llmc.builder.cpu.program import CpuLowered, CpuRank, Launch, Place, RangeProgram
 from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.lowered import columns_of
 from llmc.builder.passes.views import SILENT
 from llmc.builder.slots import state_table
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
@@ -42,14 +43,10 @@ def lower(
     members, shared = place([rank.stored() for rank in ranks])
     cols = max(rank.reduced_cols for rank in ranks)
     slots = slot_bytes(profile.max_num_batched_tokens, cols) if len(ranks) > 1 else 0
-    vocab_size = max(first + count for first, count in vocab)
-    split = len({first for first, _ in vocab}) == len(vocab)
+    written, vocab_size = columns_of(vocab)
     programs = []
-    for rank, member, columns in zip(ranks, members, vocab, strict=True):
-        # Where every rank computes the whole vocabulary, the first one's is taken.
-        columns = columns if split or rank.graph.rank == 0 else (0, 0)
-        places = {r: ("weights", o) for r, o in offsets(member).items()}
-        places |= {r: ("shared", o) for r, o in offsets(shared).items()}
+    for rank, member, columns in zip(ranks, members, written, strict=True):
+        places = offsets(member, shared)
         ranges = tuple(rank.bind(i, places, columns, vocab_size) for i in range(len(profile.token_ranges)))
         programs.append(
             CpuRank(

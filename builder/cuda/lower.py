@@ -21,6 +21,7 @@ from llmc.builder.cuda.binding import Binder, Form
 from llmc.builder.cuda.cache_layout import kv_table, state_bytes
 from llmc.builder.cuda.program import CudaLowered, CudaRank, NodeCalls, StepCode
 from llmc.builder.ir import Graph, GraphError, Node
+from llmc.builder.lowered import columns_of
 from llmc.builder.passes.views import SILENT
 from llmc.builder.slots import state_table
 from llmc.builder.weights.placement import Stored, offsets, place, stored_form
@@ -59,13 +60,10 @@ def lower(
     """
     ranks = [_Rank(graph, profile, target, kv_dtype) for graph in graphs]
     members, shared = place([rank.stored() for rank in ranks])
-    split = len({first for first, _ in vocab}) == len(vocab)
+    written, vocab_size = columns_of(vocab)
     programs = []
-    for rank, member, columns in zip(ranks, members, vocab, strict=True):
-        # Where every rank computes the whole vocabulary, the first one's is taken.
-        columns = columns if split or rank.graph.rank == 0 else (0, 0)
-        places = {r: ("weights", o) for r, o in offsets(member).items()}
-        places |= {r: ("shared", o) for r, o in offsets(shared).items()}
+    for rank, member, columns in zip(ranks, members, written, strict=True):
+        places = offsets(member, shared)
         steps = rank.bind(places, bool(columns[1]))
         programs.append(
             CudaRank(
@@ -80,7 +78,6 @@ def lower(
                 constants=rank.binder.constants,
             )
         )
-    vocab_size = max(first + count for first, count in vocab)
     comm = COMM_BYTES if len(ranks) > 1 else 0
     return CudaLowered(tuple(programs), shared, comm, vocab_size, profile, target, kv_dtype)
 

@@ -6,7 +6,7 @@ recipes are executed, graphs, kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.types import TensorType
@@ -83,6 +83,7 @@ def _member(stored: Sequence[Stored]) -> Member:
     return Member(tuple(placements), offset)
 
 
-def offsets(member: Member) -> Mapping[str, int]:
-    """Recipe -> offset in the member."""
-    return {p.recipe: p.offset for p in member.placements}
+def offsets(member: Member, shared: Member) -> dict[str, tuple[str, int]]:
+    """Recipe -> the space that it lies in, a rank's weights or those of all, and where in it."""
+    spaces = {"weights": member, "shared": shared}
+    return {p.recipe: (space, p.offset) for space, member in spaces.items() for p in member.placements}
