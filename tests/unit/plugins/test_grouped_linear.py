@@ -203,7 +203,7 @@ def test_sums_over_ranks(tokens: int) -> None:
     [
         ({}, ["f32[T,8]", "i32[T,2]", "f32[4,6,9]"], "does not go with index"),
         ({}, ["f32[T,3,8]", "i32[T,2]", "f32[4,6,8]"], "does not go with index"),
-        ({}, ["f32[T,8]", "f32[T,2]", "f32[4,6,8]"], "expected x f32, index i32"),
+        ({}, ["f32[T,8]", "f32[T,2]", "f32[4,6,8]"], "expected x, index i32\\[T,k\\] and w"),
         ({"x_scale": 1.0}, ["f32[T,8]", "i32[T,2]", "f32[4,6,8]"], "at most one, and only for f8e4m3"),
         ({"x_scale": 1e-46}, ["f32[T,8]", "i32[T,2]", "f8e4m3[4,6,8]", "f32[4,6]"], "not a positive float32"),
         ({"gated": True, "expr": "mul(i0, i1)"}, ["f32[T,8]", "i32[T,2]", "f32[4,5,8]"], "an even number of rows"),
