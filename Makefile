@@ -2,6 +2,7 @@
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
 # make bench   speed beside llama.cpp in the same run, as a table in build/bench.md
+# make frontier  throughput over latency of `llmc serve` and of llama.cpp's server, as a picture and a table
 # make soak MINUTES=30   a server under mixed load: no hang, no wrong answer, nothing leaks
 # make gpu     on a machine with an NVIDIA GPU: the tests that need one, then a benchmark beside the roofline
 # make memory  peak memory of building and calibrating a random checkpoint of 8 GB
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check unit bench gpu soak memory model install clean
+.PHONY: demo test check unit bench frontier gpu soak memory model install clean
 
 PYTHON ?= python3
 # The CPU build of PyTorch is enough, and smaller: TORCH="torch==2.13.0 --index-url ..." chooses another source.
@@ -46,6 +47,11 @@ unit: $(INSTALLED) $(PLAN)
 bench: $(BENCH_PLANS) $(PEER_MODELS) $(VENV)/.bench
 	$(BIN)/python -m tests.perf.peers $(BENCH_PLANS) $(addprefix --against llama.cpp=,$(PEER_MODELS)) --out build/bench.md
 	$(BIN)/llmc bench $(firstword $(BENCH_PLANS)) --plot build/roofline.svg
+
+# About four minutes, in which nothing else should run. The picture of the README is the last one that was made.
+frontier: $(firstword $(BENCH_PLANS)) $(firstword $(PEER_MODELS)) $(VENV)/.bench
+	$(BIN)/python -m tests.perf.frontier $(firstword $(BENCH_PLANS)) $(firstword $(PEER_MODELS)) --out build
+	mkdir -p tests/perf/figures && cp build/frontier.svg tests/perf/figures/
 
 $(VENV)/.bench: $(INSTALLED)
 	$(BIN)/python -m pip install -q -e '.[bench]'
