@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from llmc.artifacts.types import TensorType
 from llmc.plugins.causal_conv import Attrs
-from llmc.plugins.cpu.call import Pointer, RowStride
-from llmc.plugins.cuda.call import Arg, CudaCall, CudaEnv, Product, States, StepArray
+from llmc.plugins.cpu.call import Pointer
+from llmc.plugins.cuda.call import CudaCall, CudaEnv, Product
+from llmc.plugins.cuda.recurrent import recurrent_args, slot_numbers
 from llmc.plugins.cuda.rows import power_of_two
 
 #: Channels of a program: few, as sequences may be few too.
@@ -18,17 +19,7 @@ def launch(
     attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: CudaEnv
 ) -> tuple[CudaCall, ...]:
     """A program for each sequence and piece of channels."""
-    args: dict[str, Arg] = {
-        "x": Pointer("in", 0),
-        "weight": Pointer("in", 1),
-        "y": Pointer("out", 0),
-        "states": States(attrs.state),
-        "query_start": StepArray("query_start"),
-        "context_len": StepArray("context_len"),
-        "state_slots": StepArray("state_slots"),
-        "x_stride": RowStride("in", 0),
-        "y_stride": RowStride("out", 0),
-    }
+    args = recurrent_args(attrs.state, ("x",)) | {"weight": Pointer("in", 1)}
     if attrs.bias:
         args["bias"] = Pointer("in", 2)
     block = min(_CHANNELS, power_of_two(attrs.channels))
@@ -40,7 +31,7 @@ def launch(
             "WIDTH": attrs.channels,
             "TAPS": attrs.taps,
             "SILU": attrs.activation == "silu",
-            "SLOT": env.slot_bytes // 4,
+            "SLOT": slot_numbers(env),
             "BLOCK": block,
         },
         grid=((Product(("num_seqs",)),), (Product((attrs.channels,), block),)),

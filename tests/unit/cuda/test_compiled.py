@@ -112,6 +112,18 @@ def test_latent_attention() -> None:
             "selective_scan", {"state": 0, "channels": 600, "state_size": 16},
             ["f32[T,600]", "f32[T,16]", "f32[T,16]", "f32[T,600]", "f32[600,16]"],
         ),
+        (
+            "ssd_scan", {"state": 0, "heads": 8, "head_dim": 64, "groups": 1, "state_size": 128},
+            ["f32[T,512]", "f32[T,128]", "f32[T,128]", "f32[T,8]", "f32[8]"],
+        ),
+        (
+            "gated_delta",
+            {
+                "state": 0, "heads": 8, "key_heads": 4, "key_dim": 128, "value_dim": 128, "scale": 0.1,
+                "normalize": True, "per_key": True,
+            },
+            ["f32[T,512]", "f32[T,512]", "f32[T,1024]", "f32[T,1024]", "f32[T,8]"],
+        ),
     ],
 )  # fmt: skip
 def test_rows(name: str, attrs: dict[str, Any], texts: list[str]) -> None:

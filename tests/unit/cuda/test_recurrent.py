@@ -31,6 +31,26 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"channels": 9, "state_size": 5, "skip": True},
         ["f32[T,9]", "f32[T,5]", "f32[T,5]", "f32[T,9]", "f32[9,5]", "f32[9]"],
     ),
+    "scan by head": (
+        "ssd_scan",
+        {"heads": 4, "head_dim": 20, "groups": 2, "state_size": 70},
+        ["f32[T,80]", "f32[T,140]", "f32[T,140]", "f32[T,4]", "f32[4]"],
+    ),
+    "scan by head, skip": (
+        "ssd_scan",
+        {"heads": 3, "head_dim": 8, "groups": 1, "state_size": 5, "skip": True},
+        ["f32[T,24]", "f32[T,5]", "f32[T,5]", "f32[T,3]", "f32[3]", "f32[3]"],
+    ),
+    "delta rule": (
+        "gated_delta",
+        {"heads": 4, "key_heads": 2, "key_dim": 20, "value_dim": 60, "scale": 0.3, "normalize": True},
+        ["f32[T,40]", "f32[T,40]", "f32[T,240]", "f32[T,4]", "f32[T,4]"],
+    ),
+    "delta rule, a decay for each entry": (
+        "gated_delta",
+        {"heads": 2, "key_heads": 2, "key_dim": 9, "value_dim": 5, "scale": 0.25, "per_key": True},
+        ["f32[T,18]", "f32[T,18]", "f32[T,10]", "f32[T,18]", "f32[T,2]"],
+    ),
 }
 
 
@@ -52,7 +72,10 @@ def test_matches_reference(name: str, lengths: list[tuple[int, int]], padded: in
     types = [TensorType.parse(text) for text in texts]
     tokens = int(step.context.query_start[-1])
     inputs = [rng.standard_normal([tokens if d == "T" else d for d in t.shape]).astype(np.float32) for t in types]
-    if operator == "selective_scan":
+    if operator == "gated_delta":  # decays below 1, rates between 0 and 1: what it converges for
+        inputs[1] *= 0.3
+        inputs[3], inputs[4] = -np.abs(inputs[3]), 1 / (1 + np.exp(-inputs[4]))
+    elif operator != "causal_conv":
         inputs[3], inputs[4] = np.abs(inputs[3]), -np.abs(inputs[4])
     env = environment(step, padded > 0, stored={("in", 0): "bf16"})
     check(OPERATORS[operator], attrs, types, inputs, step, env, rtol=1e-4, atol=1e-4)
