@@ -10,21 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.artifacts.plan import machine_features
 from llmc.plugins import INCLUDE_ROOT
 from llmc.plugins.cpu import CXX_FLAGS
-from llmc.profiles import load_target
+from llmc.profiles import load_cpu_target
+from tests.emulated import runnable, runs_here
 
 _CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
-_TARGETS = {isa: load_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")}
+_TARGETS = {isa: load_cpu_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")}
 #: The levels that this machine can run.
-ISAS = tuple(isa for isa, target in _TARGETS.items() if set(target.features) <= machine_features())
+ISAS = tuple(isa for isa, target in _TARGETS.items() if runs_here(target))
 
 
-def compile_library(text: str, isa: str) -> Path:
-    """A shared object of one translation unit; raises AssertionError with the compiler's words."""
+def compile_library(text: str, isa: str, *, emulate: bool = True) -> Path:
+    """A shared object of one translation unit; raises AssertionError with the compiler's words. With `emulate`, what
+    this machine lacks of the level is written out (tests/emulated): then it runs; else it may only be compiled.
+    """
     headers = sorted(INCLUDE_ROOT.glob("plugins/**/*.h"))
-    flags = " ".join(_TARGETS[isa].cxx_flags)
+    target = runnable(_TARGETS[isa]) if emulate else _TARGETS[isa]
+    flags = " ".join(target.cxx_flags)
     parts = [text.encode(), flags.encode(), *(h.read_bytes() for h in headers)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     _CACHE.mkdir(exist_ok=True)
@@ -34,8 +37,8 @@ def compile_library(text: str, isa: str) -> Path:
         source.write_text(text)
         flags = [
             *CXX_FLAGS,
-            "-O3",
-            *_TARGETS[isa].cxx_flags,
+            "-O3" if target is _TARGETS[isa] else "-O1",  # emulated code is for its numbers alone
+            *target.cxx_flags,
             f"-I{INCLUDE_ROOT}",
             "-shared",
             "-fPIC",

@@ -239,12 +239,6 @@ def test_int8_sums_at_the_edge_of_32_bits() -> None:
     np.testing.assert_array_equal(y[0], np.array([-128, 127], np.float32) * np.float32(127 * case.k) * scale)
 
 
-@pytest.mark.parametrize("isa", ["x86-64-v4", "x86-64-v4-vnni"])
-def test_wide_int8_compiles_where_it_does_not_run(isa: str) -> None:
-    case = CASES[INT8]
-    Library([case.call()], isa, [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types())}])
-
-
 def test_rounds_x_to_int8() -> None:
     x = np.array([[0, 0, 0], [1e-44, 0, 0], [254, 127.5, -1], [np.nan, 1, 2], [1, np.inf, 2]], np.float32)
     numbers, scale = quantize_x_int8(x, None)
