@@ -3,9 +3,9 @@
 Comes in: a plan, a channel to the front end, `CoreOptions`. Goes out: `Output`, `Stats`, `Ready`, `Fatal` messages.
 Must not know: text, HTTP, how a step is computed.
 
-One thread, one loop: messages in, schedule, compute, sample, messages out. It waits only where it has nothing to do, on
-the channel and on the ranks at once. With `overlap`, a step is composed while the ranks compute the one before it, and
-what that one gave is sent while they compute the next: between two steps there is only the sampling.
+One loop: messages in, schedule, compute, sample, messages out. It waits only where it has nothing to do, on channel,
+ranks and disk at once; the disk has a thread of its own. With `overlap`, a step is composed while the ranks compute the
+one before it, and what that one gave is sent while they compute the next: between two steps there is only the sampling.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Core:
         Raises ChannelClosed or ParentGone when the front end has gone.
         """
         idle = select.poll()
-        for descriptor in (self._channel.fileno(), *self._executor.descriptors()):
+        disk = () if self._disk is None else (self._disk.fileno(),)
+        for descriptor in (self._channel.fileno(), *self._executor.descriptors(), *disk):
             idle.register(descriptor, select.POLLIN)
         try:
             # The first step proves that the engine computes. Block 0 and state slot 0 are nobody's yet.
@@ -172,7 +173,7 @@ class Core:
             self._receive()
             batch = self._compose()
             if flying is batch is None:
-                if self._draining:
+                if self._draining and not self._scheduler.num_waiting:
                     return
                 self._rest(idle)
                 continue
@@ -338,6 +339,7 @@ class Core:
             shelf_hits={name: tier.hits * self._pool.block_size for name, tier in tiers.items()},
             shelf_evictions={name: tier.evictions for name, tier in tiers.items()},
             shelf_damaged={} if self._disk is None else {"disk": self._disk.damaged},
+            shelf_refused={} if self._disk is None else {"disk": self._disk.refused},
             evictions=cache.evictions,
             evicted_lifetime_seconds=cache.lifetime_seconds,
             evicted_idle_seconds=cache.idle_seconds,
@@ -347,10 +349,10 @@ class Core:
         )
 
     def close(self) -> None:
-        """Ends the ranks."""
-        self._executor.close()
+        """Ends the ranks, once no disk reads into what they share."""
         if self._disk is not None:
             self._disk.close()
+        self._executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Self
 
 from llmc.runtime.blocks import ROOT, Root
 from llmc.runtime.messages import Cause, FinishReason, Handling, SamplingParams
@@ -28,13 +29,14 @@ class Sequence:
     `borrowed` blocks were others' at admission. `cached_tokens` were found instead of computed, before the first token
     was generated. `state_slot` is held as long as blocks are. `serial` says which came first; `arrived` and `admitted`
     are seconds of the scheduler's clock. `set_back` counts how often it gave up its blocks, `parked` says where their
-    content lies meanwhile, if anywhere. `slot` belongs to the sampler. A `cause` says why a sequence that was never
-    admitted has ended.
+    content lies meanwhile, if anywhere. `asked`: the disk has been asked for its prefix. `slot` belongs to the sampler.
+    A `cause` says why a sequence that was never admitted has ended.
     """
 
     __slots__ = (
         "admitted",
         "arrived",
+        "asked",
         "blocks",
         "borrowed",
         "cached_tokens",
@@ -84,6 +86,7 @@ class Sequence:
         self.serial = -1  # set on submission
         self.arrived = 0.0
         self.admitted: float | None = None  # first admission
+        self.asked = False
         self.generated = 0  # tokens sampled, a stop token included
         self.pending = 0
         self.computed = 0
@@ -131,3 +134,11 @@ class Scheduled(Chunk):
     """A chunk and the sequence that it belongs to."""
 
     sequence: Sequence
+
+    @classmethod
+    def of(cls, sequence: Sequence, tokens: int) -> Self:
+        """The sequence's next tokens."""
+        start, stop = sequence.computed, sequence.computed + tokens
+        rows, slot = int(stop == len(sequence.tokens)), sequence.state_slot
+        # A copy of the table: the sequence may lose its blocks before the step is done.
+        return cls(sequence.tokens[start:stop], start, sequence.blocks[:], rows, slot, sequence)

@@ -137,8 +137,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     `blocks_cached` can be found in the prefix cache now; of the blocks that it has evicted, `evicted_lifetime_seconds`
     sums how long each could be found, `evicted_idle_seconds` how long nobody had used it. Evicted blocks may be kept in
     a lower tier ("host", then "disk"): `shelf_blocks` are there now, `shelf_hits` counts prompt tokens that came back,
-    `shelf_evictions` blocks that had to leave, `shelf_damaged` blocks that could not be read back. `step_sequences`
-    sums the sequences of all steps, `step_tokens` counts steps by their tokens: up to each of STEP_TOKENS, and more.
+    `shelf_evictions` blocks that had to leave, `shelf_damaged` blocks that could not be read back, `shelf_refused`
+    blocks that came faster than they could be written. `step_sequences` sums the sequences of all steps, `step_tokens`
+    counts steps by their tokens: up to each of STEP_TOKENS, and more.
     """
 
     running: int
@@ -164,6 +165,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     shelf_hits: dict[str, int] = {}
     shelf_evictions: dict[str, int] = {}
     shelf_damaged: dict[str, int] = {}
+    shelf_refused: dict[str, int] = {}
     evictions: int = 0
     evicted_lifetime_seconds: float = 0.0
     evicted_idle_seconds: float = 0.0

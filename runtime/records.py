@@ -46,7 +46,7 @@ class RecordFile:
 
     def __init__(self, folder: Path, payload: int) -> None:
         self.folder = folder
-        self._payload = payload
+        self.payload = payload
         self._stride = record_bytes(payload)
         self._key = secrets.token_bytes(32)
         try:
@@ -57,7 +57,7 @@ class RecordFile:
     def write(self, number: int, tag: int, parts: Sequence[memoryview]) -> None:
         """Raises OSError where the record was not written whole."""
         data = [*parts, memoryview(self._seal(number, tag, parts))]
-        if os.pwritev(self.descriptor, data, number * self._stride) != self._payload + _SEAL_BYTES:
+        if os.pwritev(self.descriptor, data, number * self._stride) != self.payload + _SEAL_BYTES:
             raise OSError(errno.ENOSPC, "a record was cut short")
 
     def read(self, number: int, tag: int, parts: Sequence[memoryview]) -> bool:
@@ -67,7 +67,7 @@ class RecordFile:
             found = os.preadv(self.descriptor, [*parts, seal], number * self._stride)
         except OSError:  # a medium that fails is as good as one that has forgotten
             return False
-        return found == self._payload + _SEAL_BYTES and seal == self._seal(number, tag, parts)
+        return found == self.payload + _SEAL_BYTES and seal == self._seal(number, tag, parts)
 
     def discard(self) -> None:
         """Gives the disk back what was written."""

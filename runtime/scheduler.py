@@ -159,6 +159,7 @@ class Scheduler:
         """The next step, or None when there is nothing to do. From now on the books say that it was computed, and that
         whoever's last token is in it goes on; `update` takes the tokens, and must follow before the second next call.
         """
+        self._waiting.call_back(self._sharing.answered())
         self._memory.settle()
         # Not earlier: blocks are given back here that the last step, whoever joined it late included, still wrote.
         for sequence in self._running:
@@ -172,7 +173,8 @@ class Scheduler:
         self._schedule_prompts(chunks, admit=not preempted)
         if preempted:
             self._room = 0  # whoever is admitted now would only take the blocks that were given up
-        stuck = not chunks and self._by_id and not any(sequence.pending for sequence in self._running)
+        waits = self._waiting.num_aside or any(sequence.pending for sequence in self._running)
+        stuck = not chunks and self._by_id and not waits
         assert not stuck, "sequences are left, but none of them can run"
         self._count_as_done(chunks)
         return StepBatch(chunks, self._memory.take_copies()) if chunks else None
@@ -190,7 +192,7 @@ class Scheduler:
     def _schedule_prompts(self, chunks: list[Scheduled], *, admit: bool) -> None:
         """Appends what prompts get of the step's room."""
         for sequence, tokens in self._share_out(self._room, admit=admit).items():
-            self._append(chunks, sequence, tokens)
+            chunks.append(Scheduled.of(sequence, tokens))
             self._room -= tokens
 
     def _count_as_done(self, chunks: list[Scheduled]) -> None:
@@ -216,7 +218,7 @@ class Scheduler:
                 if not self._has_room(sequence):
                     self._preempt(running.pop())
                     return True
-                self._append(chunks, sequence, 1)
+                chunks.append(Scheduled.of(sequence, 1))
                 self.policy.charge(sequence, 1)
             index += 1
         return preempted
@@ -240,7 +242,9 @@ class Scheduler:
             chosen = self._choose(prompts, admit)
             if chosen is None:
                 break
-            if not chosen.blocks and not (admit := self._join(prompts, chosen)):
+            if not chosen.blocks:
+                admit = self._join(prompts, chosen)
+            if not chosen.blocks:
                 continue
             if chosen not in grants:
                 self._sharing.catch_up(chosen)
@@ -267,49 +271,52 @@ class Scheduler:
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > LONG_STEPS * self.max_num_batched_tokens
 
-    def _append(self, chunks: list[Scheduled], sequence: Sequence, tokens: int) -> None:
-        start = sequence.computed
-        stop = start + tokens
-        rows, slot = int(stop == len(sequence.tokens)), sequence.state_slot
-        # A copy of the table: the sequence may lose its blocks before the step is done.
-        chunks.append(Scheduled(sequence.tokens[start:stop], start, sequence.blocks[:], rows, slot, sequence))
-
     # Admission
 
     def _join(self, prompts: list[Sequence], sequence: Sequence) -> bool:
-        """Moves a waiting sequence to the prompts at work; one that does not fit is next, unless somebody else is."""
-        tokens = sequence.remaining
-        if len(self._running) >= self._seats or not self._admit(sequence):
+        """Moves a waiting sequence to the prompts at work, or aside if the disk has to be waited for. False, and it is
+        next unless somebody else is, where it does not fit.
+        """
+        prefix = self._place_for(sequence)
+        if prefix is None:
             self._waiting.refuse(sequence)
             return False
-        self._waiting.admit(sequence, tokens)
+        if self._sharing.ask(sequence, prefix):
+            self._waiting.set_aside(sequence)
+            return True
+        self._waiting.admit(sequence, sequence.remaining)
+        self._admit(sequence, prefix)
         self._running.append(sequence)
         prompts.append(sequence)
         return True
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Gives the sequence blocks for all its tokens, or none if they do not fit."""
-        pool, n = self.pool, len(sequence.tokens)
+    def _place_for(self, sequence: Sequence) -> list[int] | None:
+        """The cached blocks that it can start from, if there is a seat and all its tokens fit beside those at work."""
+        if len(self._running) >= self._seats:
+            return None
         prefix = self._sharing.match(sequence)
-        fresh = pool.blocks_for(n) - len(prefix)
-        available = pool.available_besides(prefix)
-        if fresh > available or (self._running and not self._fits(sequence, len(prefix), available)):
-            return False
+        available = self.pool.available_besides(prefix)
+        fits = self.pool.blocks_for(len(sequence.tokens)) - len(prefix) <= available
+        return prefix if fits and (not self._running or self._fits(sequence, len(prefix), available)) else None
+
+    def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Gives the sequence blocks for all its tokens, and what is known of them."""
+        pool, n = self.pool, len(sequence.tokens)
         if sequence.admitted is None:
             sequence.admitted = self._clock()
             self.prompt_tokens += n
+        sequence.asked = False
         pool.hold(prefix)
         picked = self._sharing.pick(sequence, prefix)  # before blocks that are evicted now take their places
         sequence.state_slot = self._slots.take()
         sequence.blocks = array("i", prefix)
-        sequence.blocks.extend([pool.allocate() for _ in range(fresh)])
+        sequence.blocks.extend([pool.allocate() for _ in range(pool.blocks_for(n) - len(prefix))])
         self._sharing.began(sequence, len(prefix))
         self._sharing.restore(sequence, picked)
         if (parked := sequence.parked) is not None:
             self.parking.restore(parked, sequence.blocks, len(prefix), sequence.state_slot)
             sequence.computed = max(sequence.computed, parked.tokens)
             sequence.parked = None
-        return True
 
     def _fits(self, sequence: Sequence, prefix: int, available: int) -> bool:
         """Whether `available` blocks will do until the first of those at work end, this one among them."""

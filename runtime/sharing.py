@@ -10,10 +10,12 @@ values of a layer before it reads any, so even sequences of one step share a pre
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 
-from llmc.runtime.blocks import BlockPool, Root
+from llmc.runtime.blocks import BlockPool, Key, Root
 from llmc.runtime.core_sequence import Scheduled, Sequence
-from llmc.runtime.shelf import Shelf
+from llmc.runtime.disk_shelf import Fetch
+from llmc.runtime.shelf import Shelf, Shelved
 
 
 class Sharing:
@@ -25,6 +27,7 @@ class Sharing:
         self.pool = pool
         self.shelf = shelf
         pool.lower = shelf
+        self._asked: list[tuple[Fetch, Sequence]] = []  # who waits for the disk
 
     def match(self, sequence: Sequence) -> list[int]:
         """The cached blocks that a sequence without blocks can start from. They are not held yet."""
@@ -36,19 +39,52 @@ class Sharing:
         """Serials and places of the shelved blocks that go on from this prefix, taken off the shelf, if copying them
         back is worth while.
         """
-        if self.shelf is None or not sequence.shareable or sequence.parked is not None:
+        if self.shelf is None:
             return []
+        found = [*takewhile(lambda pair: pair[1].place is not None, self._shelved(sequence, prefix))]
+        worth = found and self.shelf.is_worth([entry for _, entry in found])
+        return self.shelf.pick([key for key, _ in found]) if worth else []
+
+    def ask(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether a sequence that could begin now has to wait until the disk has read what goes on from this prefix.
+
+        It does so once: what has left host memory again when it begins is computed.
+        """
+        if self.shelf is None or sequence.asked:
+            return False
+        found = self._shelved(sequence, prefix)
+        entries = [entry for _, entry in found]
+        if all(entry.place is not None for entry in entries) or not self.shelf.is_worth(entries):
+            return False
+        fetch = self.shelf.fetch([key for key, _ in found])
+        if fetch is not None:
+            sequence.asked = True
+            self._asked.append((fetch, sequence))
+        return fetch is not None
+
+    def answered(self) -> list[Sequence]:
+        """Those that had to wait for the disk, and have to no longer."""
+        if self.shelf is not None:
+            self.shelf.collect()
+        over = [sequence for fetch, sequence in self._asked if fetch.over]
+        if over:
+            self._asked = [(fetch, sequence) for fetch, sequence in self._asked if not fetch.over]
+        return [sequence for sequence in over if sequence.finish_reason is None]
+
+    def _shelved(self, sequence: Sequence, prefix: list[int]) -> list[tuple[Key, Shelved]]:
+        """What the shelf has of the blocks that go on from this prefix, one after the other."""
+        found: list[tuple[Key, Shelved]] = []
+        if self.shelf is None or not sequence.shareable or sequence.parked is not None:
+            return found
         size = self.pool.block_size
-        keys, found = [], []
         parent: Root = self.pool.serial(prefix[-1]) if prefix else sequence.root
         for i in range(len(prefix), (len(sequence.tokens) - 1) // size):
             key = parent, tuple(sequence.tokens[i * size : (i + 1) * size])
             if (entry := self.shelf.find(key)) is None:
                 break
-            keys.append(key)
-            found.append(entry)
+            found.append((key, entry))
             parent = entry.serial
-        return self.shelf.pick(keys) if found and self.shelf.is_worth(found) else []
+        return found
 
     def restore(self, sequence: Sequence, picked: list[tuple[int, int]]) -> None:
         """A sequence that has begun goes on with blocks from the shelf, which come into its own."""

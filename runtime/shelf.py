@@ -6,8 +6,8 @@ before the next step. Must not know: sequences, processes. Standard library only
 A key is that of the pool: the serial of the block before, which is given to one exact run of tokens only, and the exact
 tuple of its own. So here too a hit means equal tokens from the first on, under the same tenant and salt. A block is in
 the pool or here, not in both. The least recently shelved goes first; the pool evicts children before their parents, so
-that is never a parent whose children are wanted still. Where there is a disk, it goes there, and comes back through a
-place in host memory.
+that is never a parent whose children are wanted still. Where there is a disk, it goes there, and comes back onto this
+shelf once somebody has asked for it and the disk has read it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llmc.runtime.blocks import Key
-from llmc.runtime.disk_shelf import DiskShelf
+from llmc.runtime.disk_shelf import DiskShelf, Fetch
 from llmc.runtime.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Shelved:
-    """A full block out of the pool: the `serial` that it had, and its `place` in host memory; None: it is on disk."""
+    """A full block out of the pool: the `serial` that it had, and its `place` in host memory; None: it is on
+    disk, or on its way from there.
+    """
 
     serial: int
     place: int | None
@@ -40,6 +42,8 @@ class Shelf:
         self._block_size = block_size
         #: Serial and place of each block, least recently shelved first.
         self._entries: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        #: Serial of each block that the disk is to read, and what it comes with.
+        self._coming: dict[Key, tuple[int, Fetch]] = {}
         self.hits = self.evictions = 0
         memory.reclaim = self._make_room
 
@@ -61,22 +65,57 @@ class Shelf:
         """
         picked = []
         for key in keys:
-            if (entry := self._entries.pop(key, None)) is not None:
-                self.hits += 1
-            elif (entry := self._load(key)) is None:
+            if (entry := self._entries.pop(key, None)) is None:
                 break
+            self.hits += 1
             picked.append(entry)
         return picked
 
-    def _load(self, key: Key) -> tuple[int, int] | None:
-        if self.disk is None or self.disk.find(key) is None or (found := self.memory.take(1)) is None:
-            return None
-        ((place,), _) = found
-        serial = None if self.memory.is_coming(place) else self.disk.load(key, place)
-        if serial is None:
-            self.memory.give_back([place])
-            return None
-        return serial, place
+    def fetch(self, keys: Sequence[Key]) -> Fetch | None:
+        """Has the disk's blocks of these keys brought here, as far as there are places for them, which take none from
+        these keys' own blocks. Returns what comes last, None where nothing is on its way.
+        """
+        assert self.disk is not None
+        own = [key for key in keys if key in self._entries]
+        for key in reversed(own):
+            self._entries.move_to_end(key)
+        coming = [self._coming[key][1] for key in keys if key in self._coming]
+        wanted = [key for key in keys if key not in self._entries and key not in self._coming]
+        room = self.memory.num_free + len(self._entries) - len(own)
+        places = self._places_for(min(len(wanted), room))
+        if not places:
+            return coming[-1] if coming else None
+        fetch = self.disk.fetch(wanted, places)
+        self.memory.give_back(places[len(fetch.blocks) :])
+        self._coming.update((key, (serial, fetch)) for key, serial, _ in fetch.blocks)
+        return fetch
+
+    def _places_for(self, count: int) -> list[int]:
+        """Places that may be filled at once, at most so many."""
+        places: list[int] = []
+        while len(places) < count and (found := self.memory.take(1)) is not None:
+            ((place,), _) = found
+            if self.memory.is_coming(place):
+                self.memory.give_back([place])
+                break
+            places.append(place)
+        return places
+
+    def collect(self) -> None:
+        """Takes what the disk has read since the last call, the first block of each prefix as the latest to leave."""
+        if self.disk is None:
+            return
+        for fetch in self.disk.collect():
+            for (key, serial, place), whole in zip(reversed(fetch.blocks), reversed(fetch.reading.whole), strict=True):
+                wanted = self._coming.get(key, (serial, None))[1] is fetch
+                if wanted:
+                    del self._coming[key]
+                if wanted and whole:
+                    self._entries[key] = serial, place
+                else:
+                    self.memory.give_back([place])
+        if self.disk.is_off:
+            self._coming.clear()
 
     def restore(self, place: int, block: int) -> None:
         """Copies a picked block from its place into one of the pool before the next step."""
@@ -85,16 +124,19 @@ class Shelf:
 
     def supersede(self, key: Key) -> int | None:
         """The pool gets a block of this key anew: it is not kept here any more. Returns the serial that it had."""
-        found = self._entries.pop(key, None)
-        if found is None:
-            return None if self.disk is None else self.disk.supersede(key)
-        self.memory.give_back([found[1]])
-        return found[0]
+        if (found := self._entries.pop(key, None)) is not None:
+            self.memory.give_back([found[1]])
+            return found[0]
+        if (coming := self._coming.pop(key, None)) is not None:
+            return coming[0]
+        return None if self.disk is None else self.disk.supersede(key)
 
     def find(self, key: Key) -> Shelved | None:
         """The block of that key, which stays."""
         if (found := self._entries.get(key)) is not None:
             return Shelved(*found)
+        if (coming := self._coming.get(key)) is not None:
+            return Shelved(coming[0], None)
         serial = None if self.disk is None else self.disk.find(key)
         return None if serial is None else Shelved(serial, None)
 
@@ -106,14 +148,17 @@ class Shelf:
 
     def clear(self) -> None:
         """Keeps nothing."""
-        self.memory.give_back(self.places())
+        self.memory.give_back([place for _, place in self._entries.values()])
         self._entries.clear()
+        self._coming.clear()
         if self.disk is not None:
             self.disk.clear()
 
     def places(self) -> Iterator[int]:
-        """Where its blocks lie."""
-        return (place for _, place in self._entries.values())
+        """Where its blocks lie, or will."""
+        yield from (place for _, place in self._entries.values())
+        if self.disk is not None:
+            yield from self.disk.fetched_places()
 
     def _make_room(self, count: int) -> list[int]:
         places = []

@@ -4,12 +4,13 @@ Comes in: `Sequence`s that wait, times. Goes out: who may be admitted next, who 
 steps. Standard library only.
 
 One that was chosen and did not fit is remembered as next. Only higher classes may pass it then, by as many tokens as
-their weight allows them for its own; after that nobody is admitted before it, so no one is passed over for ever.
+their weight allows them for its own; after that nobody is admitted before it, so no one is passed over for ever. One
+whose turn it is may have to wait for a disk: it stands aside meanwhile, and nobody waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from llmc.runtime.admission import Patience
 from llmc.runtime.core_sequence import Sequence
@@ -23,18 +24,28 @@ class Waiting:
         self._weights = weights
         self._patience = patience
         self._queue: Queue[Sequence] = Queue(weights)
+        self._aside: set[Sequence] = set()
         self._passed = 0  # tokens of those who were admitted before `next` since it is that
         self.next: Sequence | None = None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._aside)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._queue)
+        yield from self._queue
+        yield from self._aside
+
+    @property
+    def num_aside(self) -> int:
+        """How many wait for the disk."""
+        return len(self._aside)
 
     def sizes(self) -> dict[str, int]:
         """How many wait, by class."""
-        return self._queue.sizes()
+        sizes = self._queue.sizes()
+        for sequence in self._aside:
+            sizes[sequence.priority] += 1
+        return sizes
 
     def add(self, sequence: Sequence) -> None:
         """One more waits."""
@@ -42,9 +53,23 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """One has ended."""
+        if sequence in self._aside:
+            self._aside.remove(sequence)
+            return
         self._queue.remove(sequence)
         if sequence is self.next:
             self.next = None
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """One has to wait for the disk before it can be admitted."""
+        self.remove(sequence)
+        self._aside.add(sequence)
+
+    def call_back(self, sequences: Iterable[Sequence]) -> None:
+        """Some have waited for the disk."""
+        for sequence in sequences:
+            self._aside.remove(sequence)
+            self._queue.add(sequence)
 
     def refuse(self, sequence: Sequence) -> None:
         """One that was chosen does not fit: it is next, unless somebody else is."""

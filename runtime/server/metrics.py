@@ -223,6 +223,11 @@ class Metrics(Observer, Collector):
             ("external_prefix_cache_hits", "shelf_hits", "Prompt tokens that came back from a lower tier."),
             ("prefix_cache_tier_evictions", "shelf_evictions", "Blocks that a lower tier of the prefix cache gave up."),
             ("prefix_cache_tier_damaged", "shelf_damaged", "Blocks of a lower tier that could not be read back."),
+            (
+                "prefix_cache_tier_refused",
+                "shelf_refused",
+                "Blocks that came too fast for a lower tier.",
+            ),
         ):
             yield self._labelled(CounterMetricFamily, name, text, "tier", getattr(stats, of) if stats else {})
         turned_away = {reason: self._rejected[reason] for reason in REJECTIONS.values()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,6 +15,7 @@ from typing import Any
 
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
+from llmc.runtime.disk_io import DiskIo
 from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.records import RecordFile, record_bytes
@@ -117,9 +120,37 @@ class CarelessFile(RecordFile):
             os.pwrite(self.descriptor, b"?" * 8, number * record_bytes(sum(map(len, parts))))
 
 
-def on_disk(folder: Path, count: int = 100, kind: type[RecordFile] = RecordFile) -> Callable[[FakeEngine], DiskShelf]:
+class FullFile(RecordFile):
+    """Has room for a few records only."""
+
+    writes = 0
+
+    def write(self, number: int, tag: int, parts: Seq[memoryview]) -> None:
+        self.writes += 1
+        if self.writes > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(number, tag, parts)
+
+
+class LateIo(DiskIo):
+    """A disk that does something only when it is told to."""
+
+    def __init__(self, file: RecordFile) -> None:
+        super().__init__(file, start=False)
+
+    def catch_up(self, jobs: int = 10**9) -> None:
+        for _ in range(min(jobs, self._jobs.qsize())):
+            self.work()
+
+
+def on_disk(
+    folder: Path,
+    count: int = 100,
+    kind: type[RecordFile] = RecordFile,
+    io: Callable[[RecordFile], DiskIo] = LateIo,
+) -> Callable[[FakeEngine], DiskShelf]:
     """A disk tier for the engine that `make` makes."""
-    return lambda engine: DiskShelf(kind(folder, 8 * engine.block_size), count, engine.content)
+    return lambda engine: DiskShelf(kind(folder, 8 * engine.block_size), count, engine.content, io)
 
 
 def check(scheduler: Scheduler) -> None:
@@ -150,11 +181,18 @@ class Run:
     steps: int = 0
     overlap: bool = False
     flying: tuple[StepBatch[Scheduled], list[int]] | None = None
+    disk: DiskShelf | None = None
+    jobs_a_step: int = 10**9  # that a LateIo does
+    idle: int = 0  # turns with nothing to compute
 
     def step(self, late: Iterable[Sequence] = ()) -> bool:
         """Composes a step and computes it; with `overlap`, its tokens come only when the next one is composed. Who is
         `late` comes after that.
         """
+        if self.disk is not None and isinstance(self.disk._io, LateIo):
+            self.disk._io.catch_up(self.jobs_a_step)
+        elif self.disk is not None and self.scheduler._waiting.num_aside:
+            select.select([self.disk.fileno()], [], [], 0.01)
         batch = self.scheduler.schedule()
         check(self.scheduler)
         before, self.flying = self.flying, None
@@ -171,7 +209,9 @@ class Run:
                 self.update(*self.flying)
                 self.flying = None
             self.steps += 1
-        return batch is not None or before is not None
+        self.idle += batch is before is None
+        assert self.idle < 10_000, "waits for ever"
+        return batch is not None or before is not None or self.scheduler.num_waiting > 0
 
     def compute(self, batch: StepBatch[Scheduled]) -> list[int]:
         if not batch.chunks:
@@ -229,7 +269,7 @@ def make(
     engine = FakeEngine(size)
     kept = None if disk is None else disk(engine)
     scheduler = Scheduler(pool, **limits, weights={"interactive": 3.0, "batch": 1.0}, disk=kept, **options)
-    return Run(scheduler, engine, tokens, seqs, overlap=overlap)
+    return Run(scheduler, engine, tokens, seqs, overlap=overlap, disk=kept)
 
 
 def sequence(name: str, prompt: list[int], handling: Handling = Handling(), **params: object) -> Sequence:  # noqa: B008

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,18 +15,37 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.errors import EnvironmentFault
-from llmc.runtime import records
+from llmc.runtime import disk_io, disk_shelf, records
 from llmc.runtime.blocks import ROOT
 from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import Handling
 from llmc.runtime.records import RecordFile, record_bytes
 from llmc.runtime.shelf import Shelf, Shelved
-from tests.unit.runtime.scheduling import FakeEngine, alone, answer, make, on_disk, sequence
+from tests.unit.runtime.scheduling import FakeEngine, LateIo, Run, alone, answer, check, make, on_disk, sequence
 
 
 def key(number: int) -> tuple:
     return ROOT, (number, number)
+
+
+def shelf_of(file: RecordFile, count: int, places: Places) -> tuple[DiskShelf, LateIo]:
+    """And its disk, which does nothing by itself."""
+    ios: list[LateIo] = []
+
+    def start(file: RecordFile) -> LateIo:
+        ios.append(LateIo(file))
+        return ios[0]
+
+    return DiskShelf(file, count, places.content, start), ios[0]
+
+
+def load(disk: DiskShelf, io: LateIo, number: int, place: int) -> int | None:
+    """The serial of a block that is read at once."""
+    fetch = disk.fetch([key(number)], [place])
+    io.catch_up()
+    assert disk.collect() == [fetch]
+    return fetch.blocks[0][1] if fetch.reading.whole == [True] else None
 
 
 class Places:
@@ -50,12 +72,12 @@ def file(tmp_path: Path) -> RecordFile:
 
 def test_a_block_comes_back_as_it_was(file: RecordFile) -> None:
     places = Places(2)
-    disk = DiskShelf(file, 2, places.content)
+    disk, io = shelf_of(file, 2, places)
     for number in range(3):
-        places.fill(0, 10 + number)
+        places.fill(0, 10 + number)  # while the block before it is not written yet
         disk.store(key(number), 20 + number, 0)
     assert [disk.find(key(number)) for number in range(3)] == [None, 21, 22]
-    assert disk.load(key(1), 1) == 21
+    assert load(disk, io, 1, 1) == 21
     assert places.read(1) == bytes([11]) * 16
     assert (len(disk), disk.hits, disk.evictions, disk.find(key(1))) == (1, 1, 1, None)
     assert disk.supersede(key(2)) == 22
@@ -89,14 +111,87 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
         RecordFile(tmp_path / "none", 16)
 
 
+def test_what_a_slow_disk_cannot_take_is_forgotten(file: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_io, "_BUFFER_BYTES", 0)
+    disk, io = shelf_of(file, 100, Places(1))
+    for number in range(10):
+        disk.store(key(number), number, 0)
+    assert (len(disk), disk.refused, disk.evictions) == (4, 6, 0)
+    io.catch_up()
+    disk.store(key(10), 10, 0)
+    assert (disk.find(key(10)), disk.refused) == (10, 6)
+    disk.check(100)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["store", "fetch", "supersede", "work"]), st.integers(0, 5)), max_size=40))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_asked_for_meanwhile_no_record_is_read_half(tmp_path: Path, jobs: list[tuple[str, int]]) -> None:
+    file, places = RecordFile(tmp_path, 16), Places(1 + len(jobs))
+    disk, io = shelf_of(file, 3, places)
+    last: dict[int, int] = {}  # what was stored under each key last
+    asked: dict[int, int] = {}  # what must come into each place
+    for serial, (job, number) in enumerate(jobs):
+        if job == "store" and disk.find(key(number)) is None:
+            places.fill(0, serial)
+            disk.store(key(number), serial, 0)
+            last[number] = serial
+        elif job == "fetch" and disk.find(key(number)) is not None:
+            disk.fetch([key(number)], [1 + serial])
+            asked[1 + serial] = last[number]
+        elif job == "supersede":
+            disk.supersede(key(number))
+        elif job == "work":
+            io.catch_up(number)
+        disk.check(3)
+    io.catch_up()
+    for fetch in disk.collect():
+        for (_, serial, place), whole in zip(fetch.blocks, fetch.reading.whole, strict=True):
+            assert (whole, serial, places.read(place)) == (True, asked[place], bytes([asked[place]]) * 16)
+            del asked[place]
+    assert not asked
+    assert disk.damaged == 0
+    disk.close()
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    class Gated(RecordFile):
+        def read(self, number: int, tag: int, parts: Sequence[memoryview]) -> bool:
+            if tag:  # not the probe
+                begun.set()
+                assert gate.wait(60)
+            return super().read(number, tag, parts)
+
+    places = Places(2)
+    disk = DiskShelf(Gated(tmp_path, 16), 4, places.content)
+    disk.store(key(1), 1, 0)
+    fetch = disk.fetch([key(1)], [1])
+    assert begun.wait(60)
+    assert disk.collect() == []
+    assert not fetch.over
+    monkeypatch.setattr(disk_shelf, "STALLED_SECONDS", 0.0)
+    assert disk.collect() == []
+    assert (fetch.over, disk.is_off, disk.fetched_places()) == (True, True, [1])  # the place may still be written to
+    assert "the disk has not answered for 0 s" in capsys.readouterr().err
+    gate.set()
+    assert select.select([disk.fileno()], [], [], 60)[0]
+    assert disk.collect() == [fetch]
+    assert disk.fetched_places() == []
+    disk.close()
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_record_is_a_miss(tmp_path: Path, data: st.DataObject) -> None:
     file, places = RecordFile(tmp_path, 16), Places(2)
-    disk = DiskShelf(file, 2, places.content)
+    disk, io = shelf_of(file, 2, places)
     for number in range(2):
         places.fill(0, number)
         disk.store(key(number), number, 0)
+    io.catch_up()
     # Records 0 and 1, sealed: 16 bytes and the seal's 16.
     kind = data.draw(st.sampled_from(["flip", "cut", "swap"]))
     second = record_bytes(16)
@@ -108,9 +203,9 @@ def test_a_damaged_record_is_a_miss(tmp_path: Path, data: st.DataObject) -> None
         os.ftruncate(file.descriptor, data.draw(st.integers(0, 31)))
     else:
         os.pwrite(file.descriptor, os.pread(file.descriptor, 32, second), 0)
-    assert disk.load(key(0), 1) is None
+    assert load(disk, io, 0, 1) is None
     assert (disk.damaged, disk.hits, disk.find(key(0))) == (1, 0, None)
-    assert (disk.load(key(1), 1) == 1) == (kind != "cut")
+    assert (load(disk, io, 1, 1) == 1) == (kind != "cut")
     disk.check(2)
     disk.close()
 
@@ -118,16 +213,24 @@ def test_a_damaged_record_is_a_miss(tmp_path: Path, data: st.DataObject) -> None
 def test_a_full_disk_ends_the_tier_with_one_line(
     file: RecordFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    disk = DiskShelf(file, 4, Places(1).content)
+    disk, io = shelf_of(file, 4, Places(1))
     disk.store(key(0), 0, 0)
+    io.catch_up()
+    disk.store(key(1), 1, 0)
+    fetch = disk.fetch([key(0)], [0])
     with monkeypatch.context() as patch:
         patch.setattr(records.os, "pwritev", _no_space)
-        disk.store(key(1), 1, 0)
+        io.catch_up()
+    assert disk.collect() == [fetch]
+    assert fetch.reading.whole == [False]
     disk.store(key(2), 2, 0)  # not tried again
+    io.catch_up()
+    disk.collect()
     assert [disk.find(key(number)) for number in range(3)] == [None] * 3
     assert os.fstat(file.descriptor).st_size == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: --kv-disk {file.folder}: No space left on device")
+    disk.check(4)
 
 
 def _no_space(*_: object) -> int:
@@ -146,6 +249,8 @@ def test_a_disk_that_is_full_from_the_start_is_refused(
 def test_what_leaves_host_memory_goes_to_the_disk_once_it_is_there(tmp_path: Path) -> None:
     engine, memory = FakeEngine(2), HostMemory(2)
     disk = on_disk(tmp_path)(engine)
+    io = disk._io
+    assert isinstance(io, LateIo)
     shelf = Shelf(memory, 2, disk)
     for number in range(2):
         shelf.put(key(number), number, number)
@@ -157,11 +262,35 @@ def test_what_leaves_host_memory_goes_to_the_disk_once_it_is_there(tmp_path: Pat
     assert [shelf.find(key(number)) for number in (1, 2, 3)] == [Shelved(1, None), Shelved(2, 0), Shelved(3, 1)]
     # The place that could be had is yet to be filled by a copy, so nothing can be read into it.
     shelf.pick([key(2)])
-    assert shelf.pick([key(1)]) == []
+    assert shelf.fetch([key(1)]) is None
     assert shelf.find(key(1)) == Shelved(1, None)
     memory.give_back([0])
     memory.settle()
-    assert shelf.pick([key(1)]) == [(1, 0)]
+    fetch = shelf.fetch([key(1)])
+    assert fetch is not None
+    assert shelf.fetch([key(1)]) is fetch  # who else wants it waits for the same
+    assert (shelf.find(key(1)), shelf.pick([key(1)]), len(disk)) == (Shelved(1, None), [], 0)
+    io.catch_up()
+    shelf.collect()
+    assert fetch.over
+    assert shelf.pick([key(1)]) == [(1, fetch.blocks[0][2])]
+
+
+@pytest.mark.parametrize("superseded", [True, False])
+def test_a_block_that_is_computed_while_it_is_read_is_not_kept_twice(tmp_path: Path, superseded: bool) -> None:
+    engine, memory = FakeEngine(2), HostMemory(2)
+    disk = on_disk(tmp_path)(engine)
+    shelf = Shelf(memory, 2, disk)
+    engine.content(0)
+    disk.store(key(1), 7, 0)
+    assert shelf.fetch([key(1)]) is not None
+    assert shelf.supersede(key(1)) == 7 if superseded else shelf.clear() is None
+    assert shelf.find(key(1)) is None
+    memory.check(shelf.places())
+    disk._io.catch_up()  # type: ignore[attr-defined]
+    shelf.collect()
+    assert len(shelf) == 0
+    memory.check(())
 
 
 def test_reading_that_costs_more_than_computing_is_not_done(tmp_path: Path) -> None:
@@ -183,6 +312,65 @@ def test_a_prefix_comes_back_from_the_disk(tmp_path: Path) -> None:
     run.finish()
     assert answer(run.ended["again"]) == alone(prompt, run.ended["again"].params, 64)[0]
     assert (run.ended["again"].cached_tokens, run.ended["salted"].cached_tokens) == (32, 0)
-    assert run.scheduler.shelf is not None
-    assert run.scheduler.shelf.disk is not None
-    assert run.scheduler.shelf.disk.hits > 0
+    assert run.disk is not None
+    assert run.disk.hits == 8
+
+
+def _evicted(tmp_path: Path, **options: object) -> tuple[Run, LateIo, list[int]]:
+    """A scheduler of which the disk alone has the blocks of a prompt; that prompt."""
+    run = make(blocks=16, size=4, tokens=64, memory=HostMemory(16), disk=on_disk(tmp_path), **options)
+    for name, prompt in (("first", [1] * 32), *((str(i), [2 + i] * 56) for i in range(3))):
+        run.scheduler.add(sequence(name, prompt, max_tokens=4, ignore_eos=True))
+        run.finish()
+    assert run.disk is not None
+    assert isinstance(run.disk._io, LateIo)
+    run.disk._io.catch_up()
+    run.jobs_a_step = 0
+    return run, run.disk._io, [1] * 32 + [3]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_others_go_on_while_the_disk_reads(tmp_path: Path, overlap: bool) -> None:
+    run, io, prompt = _evicted(tmp_path, overlap=overlap)
+    run.scheduler.add(sequence("waits", prompt, max_tokens=4, ignore_eos=True))
+    run.step()
+    run.scheduler.add(sequence("twin", prompt, max_tokens=4, ignore_eos=True))
+    for i in range(5):
+        run.scheduler.add(sequence(f"other{i}", [5] * 3, max_tokens=8, ignore_eos=True))
+    for _ in range(60):
+        run.step()
+    assert {f"other{i}" for i in range(5)} <= run.ended.keys()
+    assert (run.scheduler.num_waiting, run.scheduler.waiting_by_class()["interactive"]) == (2, 2)
+    assert not run.ended.keys() & {"waits", "twin"}
+    io.catch_up()
+    run.finish()
+    for name in ("waits", "twin"):
+        assert answer(run.ended[name]) == alone(prompt, run.ended[name].params, 64)[0]
+        assert run.ended[name].cached_tokens == 32
+
+
+def test_who_is_cancelled_while_the_disk_reads_leaves_nothing(tmp_path: Path) -> None:
+    run, io, prompt = _evicted(tmp_path)
+    run.scheduler.add(sequence("waits", prompt, max_tokens=4))
+    run.step()
+    assert run.scheduler.abort("waits") is not None
+    check(run.scheduler)
+    assert (run.scheduler.num_waiting, run.scheduler.schedule()) == (0, None)
+    io.catch_up()
+    assert run.scheduler.schedule() is None
+    check(run.scheduler)
+    assert run.disk is not None
+    assert run.disk.fetched_places() == []
+
+
+def test_a_disk_that_fails_meanwhile_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, io, prompt = _evicted(tmp_path)
+    run.scheduler.add(sequence("waits", prompt, max_tokens=4, ignore_eos=True))
+    run.step()
+    monkeypatch.setattr(disk_shelf, "STALLED_SECONDS", -1.0)
+    run.finish()  # the disk has not read anything
+    assert answer(run.ended["waits"]) == alone(prompt, run.ended["waits"].params, 64)[0]
+    assert run.ended["waits"].cached_tokens == 0
+    io.catch_up()
+    assert run.scheduler.schedule() is None
+    check(run.scheduler)

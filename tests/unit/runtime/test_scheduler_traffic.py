@@ -15,7 +15,18 @@ from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.host_memory import HostMemory
 from llmc.runtime.messages import Handling, SamplingParams
 from llmc.runtime.records import RecordFile
-from tests.unit.runtime.scheduling import EOS, VOCAB, CarelessFile, Run, alone, answer, make, on_disk, sequence
+from tests.unit.runtime.scheduling import (
+    EOS,
+    VOCAB,
+    CarelessFile,
+    FullFile,
+    Run,
+    alone,
+    answer,
+    make,
+    on_disk,
+    sequence,
+)
 
 
 def test_both_classes_get_their_share_of_a_step() -> None:
@@ -166,17 +177,25 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool,
     play(case, make(**case[1], **options))
 
 
-@given(traffic(), st.sampled_from([1, 3, 12]), st.sampled_from([1, 5, 200]), st.booleans(), st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_a_disk_changes_no_answer(case: tuple, host: int, count: int, overlap: bool, careless: bool) -> None:
+@given(
+    traffic(),
+    st.sampled_from([1, 3, 12]),
+    st.sampled_from([1, 5, 200]),
+    st.booleans(),
+    st.sampled_from([RecordFile, CarelessFile, FullFile]),
+    st.sampled_from([1, 2, 10**9]),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_disk_changes_no_answer(
+    case: tuple, host: int, count: int, overlap: bool, kind: type[RecordFile], jobs_a_step: int
+) -> None:
     with TemporaryDirectory() as folder:
-        tier = on_disk(Path(folder), count, CarelessFile if careless else RecordFile)
-        run = make(**case[1], memory=HostMemory(host), overlap=overlap, disk=tier)
+        run = make(**case[1], memory=HostMemory(host), overlap=overlap, disk=on_disk(Path(folder), count, kind))
+        run.jobs_a_step = jobs_a_step
         play(case, run)
-        assert run.scheduler.shelf is not None
-        assert run.scheduler.shelf.disk is not None
-        run.scheduler.shelf.disk.check(count)
-        run.scheduler.shelf.disk.close()
+        assert run.disk is not None
+        run.disk.check(count)
+        run.disk.close()
 
 
 def play(case: tuple, run: Run) -> None:
