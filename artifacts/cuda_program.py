@@ -16,16 +16,21 @@ from typing import Literal
 import msgspec
 
 from llmc.artifacts.errors import PlanError
+from llmc.artifacts.wish import WISH
 
 #: Raised by one whenever a reader of the older number could misread the newer program.
-VERSION = 1
+VERSION = 2
 
 #: Memory for the life of a rank. `shared`: weights that all ranks store alike, copied to each GPU. `logits`:
-#: f32[rows, columns of this rank]. `constants`: what stands in the program itself.
-SPACES = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "null")
+#: f32[rows, columns of this rank]. `tokens`: i32[rows], those that the GPU chooses. `constants`: what stands in the
+#: program itself.
+SPACES = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "tokens", "null")
 #: The arrays of a step. `positions` and `sequence` (which one a token belongs to) are [T], `context_len` is [num_seqs],
-#: `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots` [num_seqs], `rows` [S].
-STEP_ARRAYS = ("ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows")
+#: `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots` [num_seqs], `rows` [S], `wishes`
+#: [S, len(WISH)].
+STEP_ARRAYS = (
+    "ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows", "wishes"
+)  # fmt: skip
 #: Numbers of a step.
 SYMBOLS = ("T", "S", "num_seqs", "max_context")
 
@@ -152,6 +157,11 @@ class CudaProgram(msgspec.Struct, frozen=True):
         return -(-self.max_seq_len // self.block_size)
 
     @property
+    def samples(self) -> bool:
+        """Whether its steps choose tokens: a rank that has whole rows of logits does."""
+        return self.tp == 1
+
+    @property
     def max_tokens(self) -> int:
         """Of the largest step."""
         return max(steps.most for steps in self.steps)
@@ -172,6 +182,7 @@ class CudaProgram(msgspec.Struct, frozen=True):
             "block_tables": self.max_num_seqs * self.table_stride,
             "state_slots": self.max_num_seqs,
             "rows": self.max_num_seqs,
+            "wishes": self.max_num_seqs * len(WISH),
         }
 
 

@@ -20,6 +20,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.runtime.admission import Patience
@@ -48,7 +50,7 @@ from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
 from llmc.runtime.records import RecordFile
-from llmc.runtime.sampling import RowSampler, logprobs_of
+from llmc.runtime.sampling import RowSampler, logprobs_of, wishes_of
 from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
 from llmc.runtime.shelf import Shelf
 from llmc.runtime.step import Chunk, StepBatch
@@ -117,6 +119,7 @@ class Core:
             profile.max_num_seqs,
             self._executor.threads * len(plan.manifest.ranks),
         )
+        self._wishes: np.ndarray | None = None  # of the step that was begun last
         self._draining = self._stopping = False
         self._later: list[ToCore] = []  # messages that have come, and were not taken yet
         self._overlap = options.overlap
@@ -272,7 +275,9 @@ class Core:
             self._memory.observe_copy(batch.copies.num_blocks, self._executor.copy(batch.copies))
         if not batch.chunks:
             return False
-        self._executor.begin(batch)
+        sequences = [chunk.sequence for chunk in batch.chunks if chunk.rows]
+        self._wishes = wishes_of(sequences) if self._executor.samples else None
+        self._executor.begin(batch, self._wishes)
         if self._computed is not None:
             self._gap_seconds += time.perf_counter() - self._computed
         return True
@@ -281,7 +286,11 @@ class Core:
         """Waits for a step; what there is to say about it. `following` is the next one, if that is composed already."""
         logits = self._executor.finish()
         self._computed = time.perf_counter()
-        sampled = self._sampler.sample(logits, [chunk.sequence for chunk in batch.chunks if chunk.rows])
+        sequences = [chunk.sequence for chunk in batch.chunks if chunk.rows]
+        if self._wishes is None:
+            sampled = self._sampler.sample(logits, sequences)
+        else:
+            sampled = self._sampler.complete(logits, sequences, self._wishes, self._executor.tokens)
         gained = self._scheduler.update(batch, [found.token for found in sampled], following)
         now = time.perf_counter()
         self._observe(batch, now - self._begun)

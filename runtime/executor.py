@@ -1,6 +1,7 @@
 """The ranks of a plan as processes, and a step as one call.
 
-Comes in: an open `Plan`, `StepBatch`es. Goes out: logits. Must not know: requests, scheduling, sampling.
+Comes in: an open `Plan`, `StepBatch`es. Goes out: logits, or tokens that a GPU has chosen. Must not know: requests,
+scheduling.
 
 Ranks share one anonymous memory file with this process: step arrays, logits and the memory where their compiled code
 meets. A step is announced over a socket a rank, and answered there, so that one wait sees an answer, a death and time
@@ -132,6 +133,8 @@ class Executor:
         tp = len(manifest.ranks)
         self.threads = threads or max(usable_cpus() // tp, 1)
         self.step_timeout = step_timeout
+        #: Whether tokens can be chosen where logits are computed: `begin`'s wishes.
+        self.samples = manifest.target.kind == "cuda" and tp == 1
         layout = StepLayout(
             max_tokens=profile.max_num_batched_tokens,
             max_seqs=profile.max_num_seqs,
@@ -140,6 +143,7 @@ class Executor:
             comm_bytes=manifest.comm_bytes,
             stamps=max(rank.launches for rank in manifest.ranks) + 1 if timed else 0,
             ranks=tp,
+            samples=self.samples,
         )
         self._watch = watch
         self._on_wait = on_wait
@@ -226,22 +230,31 @@ class Executor:
         self.begin(batch)
         return self.finish()
 
-    def begin(self, batch: StepBatch[C]) -> None:
-        """Has the ranks compute a step. Nothing but `finish` may follow; the batch is not looked at any more.
+    def begin(self, batch: StepBatch[C], wishes: np.ndarray | None = None) -> None:
+        """Has the ranks compute a step. Nothing but `finish` may follow; the batch is not looked at any more. `wishes`
+        i32[S, len(WISH)]: rows whose tokens the GPU is to choose, of an executor that `samples`.
 
         Raises ValueError for a batch larger than the plan's profile.
         """
         counts = self._memory.write(batch)
+        if self.samples:
+            self._memory.wishes[: counts[2]] = 0 if wishes is None else wishes
         self._num_rows = counts[2]
         self._send(STEP + COUNTS.pack(*counts))
 
     def finish(self) -> np.ndarray:
-        """Waits for the step that was begun; its logits, f32[S, vocab], are a view that the next step overwrites.
+        """Waits for the step that was begun; its logits, f32[S, vocab], are a view that the next step overwrites. Rows
+        whose tokens were wished for have none; their tokens stand in `tokens`.
 
         Raises RankLost when a rank fails, after which the executor is closed.
         """
         self._wait(DONE, self.step_timeout)
         return self._memory.logits(self._num_rows)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[S]: what a GPU has chosen in the last step, where that was wished for; -1 as the sampler says it."""
+        return self._memory.tokens[: self._num_rows]
 
     def copy(self, copies: Copies) -> float:
         """Moves blocks and states between pool and host memory; returns the seconds it took. Raises RankLost."""

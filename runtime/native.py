@@ -136,6 +136,9 @@ class StepArrays:
     state_slots: np.ndarray
     rows: np.ndarray
     logits: np.ndarray
+    #: How a GPU is to choose tokens, i32[S, len(WISH)], and where it puts them, i32[S]; None where it does not.
+    wishes: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
 
 def _address(values: np.ndarray | array[int] | None, dtype: type, name: str) -> int | None:

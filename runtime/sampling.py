@@ -8,18 +8,23 @@ the rest of the batch, nor on chunks, nor on having been preempted.
 
 from __future__ import annotations
 
+import math
+import struct
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.artifacts.wish import WISH
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
 from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
 
 _NONE = np.empty(0, np.int32)
+#: Two f32, the seed and the counter; and the same as i32.
+_FIELDS, _WORDS = struct.Struct("<2fQI"), struct.Struct("<5i")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,39 @@ class RowSampler:
     def sample(self, logits: np.ndarray, sequences: Seq[Sequence]) -> list[Sampled]:
         """logits f32[len(sequences), vocab], raw and unchanged; row i is the i-th sequence's."""
         return self._sampler.sample(logits, [_row(sequence) for sequence in sequences])
+
+    def complete(
+        self, logits: np.ndarray, sequences: Seq[Sequence], wishes: np.ndarray, tokens: np.ndarray
+    ) -> list[Sampled]:
+        """As `sample`, where a GPU has chosen `tokens` i32[rows] as `wishes_of` the sequences said; other rows' logits
+        are there.
+        """
+        here = np.flatnonzero(wishes[:, 0] == 0)
+        own = iter(self.sample(logits[here], [sequences[row] for row in here.tolist()]))
+        pairs = zip(tokens.tolist(), wishes[:, 0].tolist(), strict=True)
+        return [Sampled(token, 0.0, 0) if wished else next(own) for token, wished in pairs]
+
+
+def wishes_of(sequences: Seq[Sequence]) -> np.ndarray:
+    """How a GPU is to choose the sequences' next tokens: i32[rows, len(WISH)]."""
+    return np.array([wish(_row(sequence)) for sequence in sequences], np.int32).reshape(-1, len(WISH))
+
+
+def wish(row: SamplingRow) -> tuple[int, ...]:
+    """WISH of a row; zeros, for the host, where its logits are changed or their logarithms wanted."""
+    changed = (row.repetition_penalty, row.presence_penalty, row.frequency_penalty) != (1.0, 0.0, 0.0)
+    if changed or len(row.bias_ids) or len(row.banned) or row.num_logprobs >= 0:
+        return (0,) * len(WISH)
+    temperature, top_p, low, high, counter = _WORDS.unpack(
+        _FIELDS.pack(row.temperature, row.top_p, row.seed, row.counter)
+    )
+    least = math.ceil(min(_single(row.min_p), 1.0) * 2**30)
+    return 1, temperature, top_p, row.top_k, least, low, high, counter
+
+
+def _single(value: float) -> float:
+    """The nearest f32, which is what the sampler is given."""
+    return float(np.float32(value))
 
 
 def _row(sequence: Sequence) -> SamplingRow:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from llmc.artifacts.wish import WISH
 from llmc.runtime.native import StepArrays
 from llmc.runtime.step import Chunk, StepBatch
 
@@ -36,6 +37,8 @@ class StepLayout:
     #: Times of a step that each rank writes, 0 where steps are not timed; `ranks` of them stand in turn.
     stamps: int = 0
     ranks: int = 1
+    #: Whether a GPU chooses tokens where it is asked to.
+    samples: bool = False
 
     def places(self) -> dict[str, tuple[int, int]]:
         """Each part's (offset, elements), 4 bytes an element but for stamps (8) and comm (1). Offsets are on page
@@ -49,6 +52,8 @@ class StepLayout:
             "block_tables": self.max_seqs * self.table_stride,
             "state_slots": self.max_seqs,
             "rows": self.max_seqs,
+            "wishes": self.max_seqs * len(WISH) * self.samples,
+            "tokens": self.max_seqs * self.samples,
             "logits": self.max_seqs * self.vocab,
             "stamps": self.stamps * self.ranks,
             "comm": self.comm_bytes,
@@ -74,6 +79,9 @@ class StepMemory:
         self._data = mmap.mmap(descriptor, layout.size)
         self._ints = {name: self._view(name, np.int32) for name in list(layout.places())[:7]}
         self._tables = self._ints["block_tables"].reshape(layout.max_seqs, layout.table_stride)
+        #: i32[max_seqs, len(WISH)] and i32[max_seqs]: see `StepArrays`; empty where no GPU chooses.
+        self.wishes = self._view("wishes", np.int32).reshape(-1, len(WISH))
+        self.tokens = self._view("tokens", np.int32)
         self._logits = self._view("logits", np.float32).reshape(layout.max_seqs, layout.vocab)
         #: i64[ranks, stamps]: when each launch of the last step began, and the last ended, in nanoseconds.
         self.stamps = self._view("stamps", np.int64).reshape(layout.ranks, layout.stamps)
@@ -133,6 +141,8 @@ class StepMemory:
             state_slots=ints["state_slots"][:num_seqs],
             rows=ints["rows"][:num_rows],
             logits=self._logits[:num_rows],
+            wishes=self.wishes[:num_rows] if self.layout.samples else None,
+            tokens=self.tokens[:num_rows] if self.layout.samples else None,
         )
 
     def logits(self, num_rows: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,11 +22,15 @@ from llmc.builder.cuda.program import BoundCall, BoundReduce, NodeCalls, StepCod
 from llmc.builder.cuda.variant import ALIGNMENT, variant
 from llmc.builder.ir import Graph, GraphError, Node
 from llmc.plugins.cpu.call import Pointer, RowStride
-from llmc.plugins.cuda.call import Arg, Collective, CudaCall, Pool, States, StepArray, Temporary
+from llmc.plugins.cuda.call import Arg, Collective, CudaCall, Pool, Space, States, StepArray, Temporary
 from llmc.plugins.cuda.call import Symbol as StepSymbol
+from llmc.plugins.sampler.cuda import launch as sampler_launch
+from llmc.plugins.sampler.cuda import scratch_bytes
 
 #: The largest grid: x, y, z (CUDA C++ Programming Guide, technical specifications).
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
+#: What the choice of tokens stands for in lists of launches: it is no operator of the graph.
+_SAMPLER = Node("sampler", (), None, (), ())
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,17 @@ class Binder:
             for name in bound.node.outputs
         }
         return StepCode(decode, least, most, rows, tuple(launches), arena.nbytes, values)
+
+    def bind_sampler(self, steps: StepCode, vocab: int) -> StepCode:
+        """The same steps with the choice of tokens behind all else: whole rows of logits are there."""
+        call, rows = sampler_launch(vocab), steps.rows
+        sizes = {"logits": 4 * vocab * rows, "arena": scratch_bytes(vocab, rows), "tokens": 4 * rows}
+        compiled = variant(call, self.sm, {}, {})
+        given = [call.args[name] for name in compiled.arguments]
+        args = tuple(Address(arg.name) for arg in given if isinstance(arg, Space | StepArray))
+        bound = BoundCall(_SAMPLER, call, compiled, args, tuple(sizes.get(arg.space) for arg in args))
+        nbytes = max(steps.arena_bytes, aligned(sizes["arena"]))
+        return replace(steps, launches=(*steps.launches, bound), arena_bytes=nbytes)
 
     def nbytes(self, name: str, symbols: Mapping[str, int]) -> int:
         """Bytes of a value as it is stored."""
@@ -211,7 +226,7 @@ class _Step:
                 return values[arg].address, values[arg].nbytes
             case RowStride(side, index):
                 return Int(values[Pointer(side, index)].stride), None
-            case StepArray(name):
+            case StepArray(name) | Space(name):
                 return Address(name), None
             case StepSymbol("table_stride"):
                 return Int(-(-binder.profile.max_seq_len // binder.profile.block_size)), None

@@ -200,10 +200,14 @@ class _Rank:
             tuple(Form(*weights[form.recipe], form.kind) if form else None for form in forms) for forms in self.forms
         ]
         direct = self._logits(self.calls[0]) if writes_logits else None
-        return tuple(
+        steps = [
             self.binder.bind(kind.decode, kind.least, kind.most, kind.rows, calls, forms, direct)
             for kind, calls in zip(self.kinds, self.calls, strict=True)
-        )
+        ]
+        if self.graph.tp == 1:
+            vocab = int(self.types[self.graph.outputs[0]].shape[-1])
+            steps = [self.binder.bind_sampler(code, vocab) for code in steps]
+        return tuple(steps)
 
     def _logits(self, calls: Sequence[NodeCalls]) -> str:
         """The value that is written straight into the step's logits."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.cuda.modules import module_texts, parameters
 from llmc.plugins.cpu.call import Pointer, RowStride
-from llmc.plugins.cuda.call import TRITON_TYPES, Arg, CudaCall, Pool, States, StepArray, Symbol, Temporary
+from llmc.plugins.cuda.call import TRITON_TYPES, Arg, CudaCall, Pool, Space, States, StepArray, Symbol, Temporary
 
 Constant = int | float | bool | str | None
 
@@ -101,7 +101,7 @@ def _type(arg: Arg, dtypes: Mapping[Pointer, str]) -> str:
     match arg:
         case Pointer():
             return f"*{TRITON_TYPES[dtypes[arg]]}"
-        case Pool(dtype=dtype) | Temporary(dtype=dtype):
+        case Pool(dtype=dtype) | Temporary(dtype=dtype) | Space(dtype=dtype):
             return f"*{TRITON_TYPES[dtype]}"
         case StepArray():
             return "*i32"

@@ -83,7 +83,15 @@ class Temporary:
     elements: tuple[Product, ...]
 
 
-Arg = Pointer | RowStride | StepArray | Symbol | Pool | States | Temporary | int | float
+@dataclass(frozen=True)
+class Space:
+    """A pointer to the start of one of the program's SPACES, of `dtype`: what belongs to no node."""
+
+    name: str
+    dtype: str
+
+
+Arg = Pointer | RowStride | StepArray | Symbol | Pool | States | Temporary | Space | int | float
 
 
 @dataclass(frozen=True)

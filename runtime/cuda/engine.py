@@ -1,7 +1,7 @@
 """A rank on its GPU: memory, kernels, and steps, which it runs as `runtime.native.Engine` does.
 
-Comes in: a plan's program and weights, steps. Goes out: logits, in the step memory. Must not know: requests,
-scheduling.
+Comes in: a plan's program and weights, steps. Goes out: tokens, and logits of the rows whose tokens the host chooses,
+in the step memory. Must not know: requests, scheduling.
 
 Decode steps are replayed as graphs. One is captured behind the step that first needs it: for so many sequences, the
 next of the buckets, and for so long a context, the next power of two, as attention's launches depend on both. The
@@ -86,7 +86,7 @@ class CudaEngine:
             Launches(steps, program.kernels, functions, device.address, self._all_reduce) for steps in program.steps
         ]
         self._graphs: dict[tuple[int, int], Any] = {}
-        self._logits = memory.logits(program.max_num_seqs)
+        self._tokens = memory.tokens
         driver.pin(*memory.extent)
         self._host = _HostPools(config, device.bases, self._stream)
         self._events: list[driver.Event] = []
@@ -98,8 +98,9 @@ class CudaEngine:
         self._communicator.all_reduce(address, count, dtype, stream)
 
     def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
-        """Runs one step and fills this rank's columns of `step.logits`. `stamps` as `native.Engine` has them, from the
-        GPU's clock; where a step has fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
+        """Runs one step and fills `step.tokens` where that is wished, this rank's columns of `step.logits` where not:
+        in the other rows stands anything. `stamps` as `native.Engine` has them, from the GPU's clock; where a step has
+        fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
         """
         self._check(step)
         try:
@@ -107,6 +108,7 @@ class CudaEngine:
                 self._replay(step)
             else:
                 self._launch(step, stamps)
+            self._download_logits(step)
             self._stream.wait()
         except EnvironmentFault as error:
             raise RankFailure(f"rank {self.config.rank} of {self.config.tp}: {error}") from error
@@ -165,9 +167,18 @@ class CudaEngine:
         self.device.upload(self._stream, symbols["T"], symbols["num_seqs"], symbols["S"])
         self._timed = len(launches.steps.launches)
         launches.run(self._stream, symbols, events)
+        if self._tokens.size:
+            self._stream.download(self._tokens.ctypes.data, self.device.bases["tokens"], 4 * symbols["S"])
+
+    def _download_logits(self, step: StepArrays) -> None:
+        """This rank's columns of the rows that the host wants, each run of them in one go."""
         first, columns = self.program.columns
-        host = self._logits.ctypes.data + 4 * first
-        self._stream.download_rows(host, 4 * self.program.vocab, self.device.bases["logits"], 4 * columns, symbols["S"])
+        wanted = np.ones(len(step.rows), bool) if step.wishes is None else step.wishes[:, 0] == 0
+        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            host = step.logits.ctypes.data + 4 * (begin * self.program.vocab + first)
+            device = self.device.bases["logits"] + 4 * columns * begin
+            self._stream.download_rows(host, 4 * self.program.vocab, device, 4 * columns, end - begin)
 
     def _note(self, stamps: np.ndarray) -> None:
         first = self._events[0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.schema import Manifest, RankProgram, Target
+from llmc.artifacts.wish import WISH
 from llmc.runtime.machine import has_gpu_driver
 
 #: What the driver, loaded kernels and captured graphs take beside what is allocated, and NCCL's buffers where there are
@@ -96,7 +97,9 @@ def _words(version: int) -> str:
 def fixed_bytes(manifest: Manifest, rank: RankProgram, num_slots: int) -> int:
     """What a rank takes of its GPU beside the KV pool."""
     profile = manifest.profile
-    arrays = 4 * (3 * profile.max_num_batched_tokens + profile.max_num_seqs * (4 + _blocks_of_sequence(manifest)))
+    arrays = 4 * (
+        3 * profile.max_num_batched_tokens + profile.max_num_seqs * (5 + len(WISH) + _blocks_of_sequence(manifest))
+    )
     logits = 4 * profile.max_num_seqs * rank.vocab_size
     reserve = RESERVE + (RESERVE_NCCL if len(manifest.ranks) > 1 else 0)
     weights = rank.weights_bytes + manifest.shared_bytes

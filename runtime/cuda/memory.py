@@ -11,6 +11,7 @@ import ctypes
 import numpy as np
 
 from llmc.artifacts.cuda_program import Address, CudaProgram
+from llmc.artifacts.wish import WISH
 from llmc.runtime.cuda import driver
 from llmc.runtime.native import StepArrays
 
@@ -36,6 +37,7 @@ class DeviceMemory:
             "kv": kv_bytes,
             "states": state_bytes,
             "logits": 4 * program.max_num_seqs * program.columns[1],
+            "tokens": 4 * program.max_num_seqs,
         }
         self.sizes = sizes
         self.bases = {"null": 0, **{name: driver.allocate(size) for name, size in sizes.items()}}
@@ -60,6 +62,7 @@ class DeviceMemory:
             for name, count in self.program.step_arrays().items()
         }
         self.tables = self.arrays["block_tables"].reshape(-1, self.program.table_stride)
+        self.wishes = self.arrays["wishes"].reshape(-1, len(WISH))
 
     def address(self, place: Address) -> int:
         """Where it is on the GPU."""
@@ -78,6 +81,9 @@ class DeviceMemory:
         arrays["context_len"][:seqs], arrays["rows"][:rows] = step.context_len, step.rows
         self.tables[:seqs, :stride] = step.block_tables
         arrays["state_slots"][:seqs] = step.state_slots
+        self.wishes[: max(rows, padded)] = 0  # the host chooses
+        if step.wishes is not None:
+            self.wishes[:rows] = step.wishes
         if padded > seqs:
             own = np.arange(seqs, padded, dtype=np.int32)
             arrays["ids"][tokens:padded], arrays["positions"][tokens:padded] = 0, -1
@@ -96,6 +102,7 @@ class DeviceMemory:
             "block_tables": seqs * self.program.table_stride,
             "state_slots": seqs,
             "rows": rows,
+            "wishes": rows * len(WISH),
         }
         for name, count in counts.items():
             stream.upload(self.bases[name], self._host + self._offsets[name], 4 * count)

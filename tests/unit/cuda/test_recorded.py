@@ -21,6 +21,7 @@ import pytest
 import llmc
 from llmc.artifacts.cuda_program import Address, AllReduce, CudaProgram, Float, Int, Steps, Symbol, decode_program
 from llmc.artifacts.plan import Plan
+from llmc.artifacts.wish import WISH
 from llmc.builder.cuda.cubin import resources
 from tests.models import save_checkpoint
 
@@ -29,6 +30,7 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import sys
 from array import array
+import numpy as np
 from llmc.artifacts.plan import Plan
 from llmc.runtime.executor import Executor
 from llmc.runtime.step import Chunk, Copies, StepBatch
@@ -40,7 +42,10 @@ with Executor(Plan.open(sys.argv[1]), num_blocks=4, host_bytes=1 << 20) as execu
     executor.run(StepBatch([chunk(0, 9, 0), chunk(0, 3, 1, 0)]))
     executor.run(StepBatch([chunk(9, 1, 0)]))
     executor.run(StepBatch([chunk(10, 1, 0), chunk(3, 1, 1), chunk(0, 1, 2)]))
-    executor.run(StepBatch([chunk(11, 1, 0), chunk(4, 1, 1), chunk(1, 1, 2), chunk(0, 1, 3)]))
+    wishes = np.zeros((4, 8), np.int32)
+    wishes[[0, 2], 0] = 1
+    executor.begin(StepBatch([chunk(11, 1, 0), chunk(4, 1, 1), chunk(1, 1, 2), chunk(0, 1, 3)]), wishes)
+    executor.finish()
     executor.copy(Copies(blocks_out=[(1, 0)], blocks_in=[(2, 0)]))
 """
 
@@ -104,7 +109,7 @@ def program_of(plan: Plan) -> CudaProgram:
 
 def spaces(plan: Plan, recorded: Recorded, program: CudaProgram) -> dict[str, tuple[int, int]]:
     """Address and size of each space and array, in the order in which a rank allocates them."""
-    wanted = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "arrays")
+    wanted = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "tokens", "arrays")
     found = dict(zip(wanted, recorded.allocations, strict=False))
     base, _ = found.pop("arrays")
     for name, count in program.step_arrays().items():
@@ -168,26 +173,36 @@ def test_graphs_are_recorded_once_and_replayed(recorded: Recorded) -> None:
     assert order == [["begin"], ["end", "0"], ["begin"], ["end", "1"], ["replay", "1"]]
 
 
-def test_a_graph_uploads_its_arrays_and_downloads_its_logits(plan: Plan, recorded: Recorded) -> None:
+def test_a_graph_uploads_its_arrays_and_downloads_its_tokens(plan: Plan, recorded: Recorded) -> None:
     program = program_of(plan)
     places = spaces(plan, recorded, program)
     inside = [line[1:] for line in recorded.lines if line[0] == "captured"]
     second = inside[len(inside) // 2 :]
     uploads = {int(line[1], 16): int(line[3]) for line in second if line[0] == "upload"}
     sizes = {"ids": 4, "positions": 4, "sequence": 4, "query_start": 5, "context_len": 4, "state_slots": 4, "rows": 4,
-             "block_tables": 4 * program.table_stride}  # fmt: skip
+             "block_tables": 4 * program.table_stride, "wishes": 4 * len(WISH)}  # fmt: skip
     assert uploads == {places[name][0]: 4 * count for name, count in sizes.items()}
-    (rows,) = [line for line in second if line[0] == "rows"]
-    assert [int(n) for n in rows[2:3]] == [4 * program.vocab]
-    assert int(rows[3], 16) == places["logits"][0]
-    assert [int(n) for n in rows[4:]] == [4 * program.vocab, 4 * program.vocab, 4]
+    (tokens,) = [line for line in second if line[0] == "download"]
+    assert (int(tokens[2], 16), int(tokens[3])) == (places["tokens"][0], 16)
+
+
+def test_logits_come_to_the_host_where_tokens_are_not_wished_for(plan: Plan, recorded: Recorded) -> None:
+    program = program_of(plan)
+    width, device = 4 * program.vocab, spaces(plan, recorded, program)["logits"][0]
+    found = [line for line in recorded.lines if line[0] == "rows"]
+    assert not [line for line in recorded.lines if line[:2] == ["captured", "rows"]]
+    # Of the steps without wishes all rows, as many as there are; of the last one rows 1 and 3.
+    rows = [(int(line[3], 16) - device, int(line[5]), int(line[6])) for line in found]
+    assert rows == [(0, width, 1), (0, width, 1), (0, width, 3), (width, width, 1), (3 * width, width, 1)]
+    assert int(found[-1][1], 16) - int(found[-2][1], 16) == 2 * width
 
 
 def test_no_space_overlaps_another_and_each_is_as_large_as_planned(plan: Plan, recorded: Recorded) -> None:
     program = program_of(plan)
     rank = plan.manifest.ranks[0]
     sizes = [max(n, 1) for n in (rank.weights_bytes, plan.manifest.shared_bytes, len(program.constants),
-             rank.arena_bytes, 4 * rank.kv_block_bytes, 0, 4 * program.max_num_seqs * program.vocab)]  # fmt: skip
+             rank.arena_bytes, 4 * rank.kv_block_bytes, 0, 4 * program.max_num_seqs * program.vocab,
+             4 * program.max_num_seqs)]  # fmt: skip
     assert [size for _, size in recorded.allocations][: len(sizes)] == sizes
     ordered = sorted(recorded.allocations)
     for (start, size), (following, _) in itertools.pairwise(ordered):
@@ -197,7 +212,7 @@ def test_no_space_overlaps_another_and_each_is_as_large_as_planned(plan: Plan, r
 def test_blocks_go_out_before_others_come_in(plan: Plan, recorded: Recorded) -> None:
     block = plan.manifest.ranks[0].kv_block_bytes
     kv = spaces(plan, recorded, program_of(plan))["kv"][0]
-    (out,) = [line for line in recorded.lines if line[0] == "download"]
+    (out,) = [line for line in recorded.lines if line[0] == "download" and int(line[3]) == block]
     back = recorded.lines[recorded.lines.index(out) + 1]
     host, pool, size = int(out[1], 16), int(out[2], 16), int(out[3])
     assert (pool, size) == (kv + block, block)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmc.artifacts.cuda_program import CudaProgram, Kernel, Launch, Product, Steps
+from llmc.artifacts.cuda_program import VERSION, CudaProgram, Kernel, Launch, Product, Steps
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.builder.cuda import report as module
 from llmc.builder.cuda import sass
@@ -26,7 +26,7 @@ def program(shared: int) -> CudaProgram:
     kernel = Kernel("code/a.cubin", "gemm", 256, 1, shared, ())
     launch = [Launch(0, (), (ONE, ONE, ONE), f"linear @layers.{i}.up") for i in range(2)]
     steps = (Steps(True, 1, 8, 8, (launch[0],)), Steps(False, 1, 64, 8, tuple(launch)))
-    return CudaProgram(1, 0, 1, 90, (kernel,), steps, b"", 0, 0, 0, 0, 0, (0, 8), 8, 16, 8, 64)
+    return CudaProgram(VERSION, 0, 1, 90, (kernel,), steps, b"", 0, 0, 0, 0, 0, (0, 8), 8, 16, 8, 64)
 
 
 def test_a_kernel_is_reported_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmc.artifacts.cuda_program import STEP_ARRAYS, Address, Float, Int, Symbol
 from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.artifacts.wish import WISH
 from llmc.builder.arena import aligned
 from llmc.builder.cuda.interpret import Address as Extent
 from llmc.builder.cuda.interpret import Interpreter, Launch
@@ -24,6 +25,8 @@ from tests.unit.builder.weights_of import Tensors
 
 #: Between any two spaces: what runs over the end of one meets no other.
 _GUARD = 4096
+#: The likeliest token is to be chosen.
+GREEDY = (1, *[0] * (len(WISH) - 1))
 _UNWRITTEN = 0xFF
 _DTYPES = {f"*{triton}": dtype for dtype, triton in TRITON_TYPES.items()}
 
@@ -44,9 +47,11 @@ class _Rank:
             "kv": program.kv_block_bytes * blocks,
             "states": program.state_slot_bytes * slots,
             "logits": 4 * seqs * max(program.vocab[1], 1),
+            "tokens": 4 * seqs,
             **dict.fromkeys(("ids", "positions", "sequence"), 4 * tokens),
             **dict.fromkeys(("context_len", "state_slots", "rows"), 4 * seqs),
             "query_start": 4 * (seqs + 1),
+            "wishes": 4 * seqs * len(WISH),
             "block_tables": 4 * seqs * stride,
         }
         self.starts: dict[str, int] = {}
@@ -78,8 +83,8 @@ class WholeProgram:
             self._bytes(rank, "constants")[:] = np.frombuffer(rank.program.constants, np.uint8)
 
     def run(self, inputs: Mapping[str, np.ndarray], context: StepContext, padded: int = 0) -> np.ndarray:
-        """f32[S, vocab]: as `runtime.native.Engine.run`. A decode step runs the decode program, with `padded` sequences
-        beside its own as a captured graph has them.
+        """f32[S, vocab]: as `runtime.native.Engine.run`; the tokens that one rank chooses are held against them. A
+        decode step runs the decode program, with `padded` sequences beside its own as a captured graph has them.
         """
         tokens, rows, seqs = len(inputs["ids"]), len(inputs["rows"]), len(context.context_len)
         decode = tokens == rows == seqs
@@ -101,6 +106,9 @@ class WholeProgram:
             first, count = rank.program.vocab
             own = self._bytes(rank, "logits")[: 4 * rows * count].view(np.float32)
             found[:, first : first + count] = own.reshape(rows, count)
+        if len(self.ranks) == 1:
+            tokens = self._bytes(self.ranks[0], "tokens").view(np.int32)[:rows]
+            np.testing.assert_array_equal(tokens, found.argmax(axis=1))
         return found
 
     def _launch(self, chosen: Sequence[StepCode], symbols: Mapping[str, int]) -> None:
@@ -160,6 +168,7 @@ class WholeProgram:
         return self.memory[start : start + rank.sizes[space]]
 
     def _write(self, rank: _Rank, name: str, values: np.ndarray) -> None:
+        values = values.reshape(-1) if name == "wishes" else values
         if name == "block_tables":
             stride = rank.sizes[name] // 4 // self.lowered.profile.max_num_seqs
             table = self._bytes(rank, name).view(np.int32).reshape(-1, stride)
@@ -185,6 +194,7 @@ def _arrays(inputs: Mapping[str, np.ndarray], context: StepContext, padded: int)
         "context_len": [*context.context_len, *[0] * padded],
         "state_slots": [*slots, *[0] * padded],
         "rows": [*inputs["rows"], *own],
+        "wishes": [*[GREEDY] * len(inputs["rows"]), *[(0,) * len(WISH)] * padded],
     }
     assert set(found) | {"block_tables"} == set(STEP_ARRAYS)
     arrays = {name: np.asarray(values, np.int32) for name, values in found.items()}
