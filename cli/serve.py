@@ -73,8 +73,8 @@ def parse_weights(text: str) -> dict[str, float]:
 @click.option(
     "--kv-disk",
     type=click.Path(),
-    help="Folder for prefixes that leave that memory: in a file without a name, gone with the server. Needs "
-    "--kv-disk-bytes.",
+    help="Folder for prefixes that leave that memory: in a file without a name, gone with the server. What is on its "
+    "way there takes up to 128 MiB of memory, and what comes faster is dropped. Needs --kv-disk-bytes.",
 )
 @click.option("--kv-disk-bytes", type=int, help="How much of the disk that file may take.")
 @click.option(

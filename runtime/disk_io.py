@@ -5,8 +5,8 @@ blocks, who asked. Standard library only.
 
 One thread does one job after the other, in the order in which they were asked for: what is read is what was written
 last before it was asked for, and a record's number may be given away as soon as its reading has been asked for. What is
-to be written is copied first, into one of a few buffers; while all of them are on their way, writing is refused, as a
-cache may forget. After the first error of writing the file is given up.
+to be written is copied first; while too much is on its way, writing is refused, as a cache may forget. After the first
+error of writing the file is given up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from queue import SimpleQueue
 
 from llmc.runtime.records import RecordFile
 
-#: Bytes of records on their way to the disk at most, but always room for so many records.
-_BUFFER_BYTES, _LEAST_BUFFERS = 32 * 2**20, 4
+#: Bytes of records on their way to the disk at most: a prompt of some thousand tokens may push out as many at once.
+_MOST_BYTES = 128 * 2**20
 #: Seconds that closing waits for the record at work.
 _CLOSE_SECONDS = 1.0
 
@@ -45,7 +45,7 @@ class Writing:
 
     number: int
     tag: int
-    data: bytearray
+    data: bytes
     seconds: float = 0.0
 
 
@@ -60,8 +60,7 @@ class DiskIo:
         self._file = file
         self._jobs: SimpleQueue[Reading | Writing | None] = SimpleQueue()
         self._done: deque[Reading | Writing] = deque()
-        most = max(_BUFFER_BYTES // file.payload, _LEAST_BUFFERS)
-        self._buffers: deque[bytearray | None] = deque([None] * most)  # None: not made yet
+        self._room = max(_MOST_BYTES // file.payload, 1)  # records that may be asked to be written
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._since: float | None = None  # when the record at work was begun
         self._closing = False
@@ -76,17 +75,10 @@ class DiskIo:
 
     def write(self, number: int, tag: int, parts: Sequence[memoryview]) -> bool:
         """Asks for a record to be written; False, and nothing is done, while too many are on their way."""
-        try:
-            data = self._buffers.pop()
-        except IndexError:
+        if not self._room:
             return False
-        if data is None:
-            data = bytearray(self._file.payload)
-        offset = 0
-        for part in parts:
-            data[offset : offset + len(part)] = part
-            offset += len(part)
-        self._jobs.put(Writing(number, tag, data))
+        self._room -= 1
+        self._jobs.put(Writing(number, tag, b"".join(parts)))
         return True
 
     def read(self, reading: Reading) -> None:
@@ -97,7 +89,9 @@ class DiskIo:
         """The jobs that were done since the last call, in order; those of an ended file count as done, and failed."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
-        return [self._done.popleft() for _ in range(len(self._done))]
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        self._room += sum(isinstance(job, Writing) for job in done)
+        return done
 
     def stalled_seconds(self) -> float:
         """For how long the disk has been at one record."""
@@ -135,7 +129,7 @@ class DiskIo:
             job.whole = [self._read(*record) for record in job.records]
         else:
             self._write(job)
-            self._buffers.append(job.data)
+            job.data = b""
         self._since = None
         job.seconds = time.perf_counter() - began
         self._done.append(job)

@@ -112,12 +112,13 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_slow_disk_cannot_take_is_forgotten(file: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_io, "_BUFFER_BYTES", 0)
+    monkeypatch.setattr(disk_io, "_MOST_BYTES", 4 * 16)
     disk, io = shelf_of(file, 100, Places(1))
     for number in range(10):
         disk.store(key(number), number, 0)
     assert (len(disk), disk.refused, disk.evictions) == (4, 6, 0)
     io.catch_up()
+    disk.collect()
     disk.store(key(10), 10, 0)
     assert (disk.find(key(10)), disk.refused) == (10, 6)
     disk.check(100)
