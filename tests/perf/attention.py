@@ -21,8 +21,6 @@ from llmc.plugins.paged_attention import cpu as paged_cpu
 from tests.unit.plugins.compiled import ISAS, aligned
 from tests.unit.plugins.native_step import Launch, Rank, Step, build, source
 
-BLOCK_SIZE = 16
-
 _READ = """
 #include "plugins/cpu/lanes.h"
 namespace llmc {
@@ -46,13 +44,14 @@ class Shape:
     kv_dtype: str
     context: int
     tokens: int
+    block_size: int = 16
 
     def kv_bytes(self) -> int:
         """Of the context, keys and values."""
         return (
-            paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, BLOCK_SIZE, self.kv_dtype)
+            paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, self.block_size, self.kv_dtype)
             * self.context
-            // BLOCK_SIZE
+            // self.block_size
         )
 
     def flops(self) -> int:
@@ -61,8 +60,8 @@ class Shape:
         return 4 * seen * self.heads * self.head_dim
 
     def launch(self) -> Launch:
-        size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, BLOCK_SIZE, self.kv_dtype)
-        env = KernelEnv((1, 4096), (1, 64), 1, BLOCK_SIZE, self.kv_dtype, size, {0: 0}, 64, self.context)
+        size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, self.block_size, self.kv_dtype)
+        env = KernelEnv((1, 4096), (1, 64), 1, self.block_size, self.kv_dtype, size, {0: 0}, 64, self.context)
         scales = ((0.25,) * self.kv_heads, (0.5,) * self.kv_heads) if self.kv_dtype == "f8e4m3" else None
         attrs = Attrs(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, kv_scales=scales)
         inputs = (TensorType("f32", ("T", self.heads, self.head_dim)),)
@@ -106,10 +105,12 @@ def measure_reads(launches: list[Launch], isa: str, threads: int, repeat: int) -
     return x.nbytes / seconds
 
 
-def measure(index: int, launches: list[Launch], isa: str, threads: int, repeat: int) -> float:
-    """Seconds of one launch. Enough copies of the cache are visited in turn that a decode reads memory, not caches."""
-    shape, rng = SHAPES[index], np.random.default_rng(0)
-    blocks = shape.context // BLOCK_SIZE
+def measure(shape: Shape, index: int, launches: list[Launch], isa: str, threads: int, repeat: int) -> float:
+    """Seconds of the shape's launch. Enough copies of the cache are visited in turn that a decode reads memory, not
+    caches.
+    """
+    rng = np.random.default_rng(0)
+    blocks = shape.context // shape.block_size
     copies = max(1, 2**28 // shape.kv_bytes()) if shape.tokens == 1 else 1
     kv = aligned(np.zeros(shape.kv_bytes() * copies, np.uint8))
     kv.view(NUMPY_DTYPES[shape.kv_dtype])[:] = 1
@@ -141,7 +142,7 @@ def main() -> None:
             reads = measure_reads(launches, isa, threads, options.repeat)
             print(f"{isa}, {threads} threads: reads {reads / 1e9:.1f} GB/s")
             for index, shape in enumerate(SHAPES):
-                seconds = measure(index, launches, isa, threads, options.repeat)
+                seconds = measure(shape, index, launches, isa, threads, options.repeat)
                 rate = (
                     f"{shape.kv_bytes() / seconds / 1e9:6.1f} GB/s {shape.kv_bytes() / seconds / reads:5.0%} of reads"
                 )
