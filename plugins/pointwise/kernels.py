@@ -101,8 +101,9 @@ def ceil(x):
 
 @triton.jit
 def round(x):
-    """Halves to even: adding 1.5 * 2^23 leaves no place for a fraction; larger numbers have none."""
-    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+    """Halves to even: 2^23 of the same sign, added, leaves no place for a fraction; larger numbers have none."""
+    whole = tl.where(x < 0, -8388608.0, 8388608.0)
+    return tl.where(tl.abs(x) < 8388608.0, (x + whole) - whole, x)
 
 
 @triton.jit

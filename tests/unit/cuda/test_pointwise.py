@@ -93,3 +93,11 @@ def test_integers_become_numbers() -> None:
     x = np.array([[1, -2], [3, 400000], [5, 6]], np.int32)
     (got,) = execute(OPERATOR, Attrs("i0"), [TensorType("i32", ("T", 2))], [x], step, environment(step))
     assert got.tolist() == x.tolist()
+
+
+def test_rounding_is_exact_as_long_as_there_are_fractions() -> None:
+    x = np.array([[2.0**22 + 0.5, 2.0**22 + 1.5, 2.0**23 - 0.5, 2.0**23 + 1, 2.5, 0.49999997]], np.float32)
+    x = np.concatenate([x, -x], axis=1)
+    step, types = plain_step(1), [TensorType("f32", (1, x.size))]
+    (got,) = execute(OPERATOR, Attrs("round(i0)"), types, [x], step, environment(step))
+    np.testing.assert_array_equal(got, np.round(x))
