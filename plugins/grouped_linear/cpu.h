@@ -118,11 +118,11 @@ struct Kernel : Columns<F, X> {
 
   void multiply_many(int e, int p) const {
     const Tiles all = tiles(e);
-    float *pieces = own(), *acc = pieces + kRows<F> * kPanel;
+    float *floats = own(), *acc = floats + kRows<F> * kPiece;
     const float* rows_at = packed_x + int64_t(first[e]) * width();
     for (int from = 0; from < all.count; from += kMaxChunkTiles) {
       const int to = std::min(from + kMaxChunkTiles, all.count), top = all.first(from);
-      this->many(panel(e, p), pieces, {all, from, to, rows_at, acc});
+      this->many(panel(e, p), floats, {all, from, to, rows_at, acc});
       finish(e, p, -1, first[e] + top, all.first(to) - top, acc);
     }
   }

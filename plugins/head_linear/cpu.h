@@ -45,23 +45,11 @@ struct Kernel {
   }
 
   void many(const Tiles& tiles, int h, int p) const {
-    float *pieces = reinterpret_cast<float*>(c.scratch(tid)), *acc = pieces + kBlock * kPanel;
+    float *floats = reinterpret_cast<float*>(c.scratch(tid)), *acc = floats + kRows<F> * kPiece;
     for (int from = 0; from < tiles.count; from += kMaxChunkTiles) {
-      const int to = std::min(from + kMaxChunkTiles, tiles.count), top = tiles.first(from);
-      for (int k0 = 0; k0 < K; k0 += kBlock) {
-        const int k_count = std::min(kBlock, K - k0);
-        unpack<F>(panel(h, p) + int64_t(k0) * kPanel, k_count, pieces, std::make_index_sequence<kVecs>());
-        for (int piece = 0; piece < kPanel / kPiece; ++piece)
-          for (int tile = from; tile < to; ++tile) {
-            const int first = tiles.first(tile), size = tiles.size(tile);
-            const float* x = tile_at(h, first) + int64_t(k0) * size;
-            float* sums = acc + (first - top) * kPanel + piece * kPiece;
-            with_rows<kMaxTile>(size, [&](auto r) {
-              unpacked_tile<decltype(r)::value>(pieces + piece * kBlock * kPiece, k_count, x, sums, k0 == 0);
-            });
-          }
-      }
-      put(h, p, -1, top, tiles.first(to) - top, acc);
+      const Chunk chunk{tiles, from, std::min(from + kMaxChunkTiles, tiles.count), tile_at(h, 0), acc};
+      Columns<F, Plain>{K, {}}.many(panel(h, p), floats, chunk);
+      put(h, p, -1, tiles.first(from), chunk.rows(), acc);
     }
   }
 

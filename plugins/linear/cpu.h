@@ -1,5 +1,5 @@
 // linear on the cpu target: see cpu.py for what the arguments are. Three loops: one row straight from the packed bytes, a
-// few rows likewise in tiles, many rows against pieces of the panel unpacked to floats. All give the same bits (tiles.h).
+// few rows likewise in tiles, many rows against floats that their first tile decodes. All give the same bits (tiles.h).
 //
 // Threads divide panels (a few rows) or panels times chunks of rows (many); each output is computed by one thread.
 #pragma once
@@ -17,8 +17,8 @@ namespace lin {
 // Up to here rows are multiplied straight from the packed bytes; beyond, unpacking once is cheaper than decoding again.
 constexpr int kMaxPackedRows = LLMC_PACKED_ROWS;
 constexpr int kMaxChunkTiles = LLMC_CHUNK_ROWS / kMaxTile;
-constexpr int kThreadFloats = (512 + 480) * kPanel;  // THREAD_FLOATS in cpu.py: a block of a panel, a chunk's sums
-static_assert(kBlock + kMaxChunkTiles * kMaxTile <= kThreadFloats / kPanel);
+constexpr int kThreadFloats = (256 + 480) * kPanel;  // THREAD_FLOATS in cpu.py: a piece of a block, a chunk's sums
+static_assert(kBlock * kPiece + kMaxChunkTiles * kMaxTile * kPanel <= kThreadFloats);
 
 struct Linear {  // activations, on results
   static Lanes act(Lanes x) { return x; }
@@ -89,10 +89,11 @@ struct Chunk {
   int from, to;
   const float* x;
   float* acc;
+  int rows() const { return tiles.first(to) - tiles.first(from); }
 };
 
 // How k columns of a weight are multiplied with prepared rows: where a row's next begins, and many rows against a panel that
-// is unpacked to floats.
+// is decoded once.
 template <class F, class X>
 struct Columns {
   int k;
@@ -112,48 +113,57 @@ struct Columns {
       return w + p * F::steps(k) * F::kRow;
   }
 
-  // The sums of the chunk; `pieces` is room for what is unpacked at once.
-  void many(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
+  // The sums of the chunk; `floats` is room for a piece of a block.
+  void many(typename F::Weight panel, float* floats, const Chunk& chunk) const {
     if constexpr (F::kGrouped)
-      by_groups(panel, pieces, chunk);
+      by_groups(panel, floats, chunk);
     else
-      by_blocks(panel, pieces, chunk);
+      by_blocks(panel, floats, chunk);
+    settle<F>(chunk.acc, chunk.rows(), std::make_index_sequence<kVecs>());
   }
 
-  void by_blocks(const typename F::T* panel, float* pieces, const Chunk& chunk) const {
-    for (int at = 0; at < F::steps(k); at += kBlock) {
-      const int count = std::min(kBlock, F::steps(k) - at);
-      unpack<F>(panel + int64_t(at) * F::kRow, count, pieces, std::make_index_sequence<kVecs>());
-      multiply<false>(pieces, at, count, chunk);
+  void by_blocks(const typename F::T* panel, float* floats, const Chunk& chunk) const {
+    const int steps = F::steps(k);
+    for (int at = 0, count; at < steps; at += count, panel += int64_t(count) * F::kRow) {
+      count = std::min(kBlock, steps - at);
+      multiply(panel, floats, at, count, chunk, [&](auto rows, auto weights, const float* x, float* acc, int) {
+        block_tile<decltype(rows)::value, typename F::Sums>(weights, count, x, acc, at == 0);
+      });
     }
   }
 
-  // A group at a time, its zero points as one more row.
-  void by_groups(typename F::Weight panel, float* pieces, const Chunk& chunk) const {
-    constexpr auto vecs = std::make_index_sequence<kVecs>();
+  void by_groups(typename F::Weight panel, float* floats, const Chunk& chunk) const {
     alignas(64) float scale[kPanel];
     for (int k0 = 0, group = 0, count; k0 < k; k0 += count, ++group) {
       count = group_size(k0, k, panel.start);
-      unpack<F>(panel.bytes + int64_t(k0) * F::kRow, count, pieces, vecs);
-      unpack<F>(panel.zero + group * F::kRow, 1, pieces + count * kPiece, vecs);
-      unpack_scale<F>(panel.scale + group * kPanel, scale, vecs);
-      multiply<true>(pieces, k0 + group, count + 1, chunk, scale);
+      unpack_scale<F>(panel.scale + group * kPanel, scale, std::make_index_sequence<kVecs>());
+      const auto *bytes = panel.bytes + int64_t(k0) * F::kRow, *zero = panel.zero + group * F::kRow;
+      multiply(bytes, floats, k0 + group, count, chunk, [&](auto rows, auto weights, const float* x, float* acc, int at) {
+        group_tile<decltype(rows)::value, typename F::Sums>(weights, count, x, acc, k0 == 0, zero, scale + at);
+      });
     }
   }
 
-  // The sums of the chunk += x from step k0 on times `count` unpacked rows.
-  template <bool Scaled>
-  void multiply(const float* pieces, int k0, int count, const Chunk& chunk, const float* scale = nullptr) const {
-    for (int piece = 0; piece < kPanel / kPiece; ++piece)
-      for (int tile = chunk.from; tile < chunk.to; ++tile) {
-        const int first = chunk.tiles.first(tile), size = chunk.tiles.size(tile);
-        const float* at = chunk.x + int64_t(first) * width() + int64_t(k0) * size;
-        float* sums = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + piece * kPiece;
-        with_rows<kMaxTile>(size, [&](auto r) {
-          unpacked_tile<decltype(r)::value, Scaled, typename F::Sums>(
-              pieces + piece * kRows<F> * kPiece, count, at, sums, k0 == 0, Scaled ? scale + piece * kPiece : nullptr);
+  // Calls tile(rows, weights, x, sums, the piece's first output) for every piece of `count` rows of a panel and every tile
+  // of the chunk; x from step `at` on.
+  template <class Tile>
+  void multiply(const typename F::T* w, float* floats, int at, int count, const Chunk& chunk, const Tile& tile) const {
+    const char* ahead = reinterpret_cast<const char*>(w + int64_t(count) * F::kRow);
+    const int64_t ahead_step = int64_t(count) * F::kRow * sizeof(*w) / kPieces;
+    unrolled<kPieces>([&](auto piece) {
+      constexpr int p = decltype(piece)::value, column = piece_vector(p, 0) * kWidth;
+      for (int t = chunk.from; t < chunk.to; ++t) {
+        const int first = chunk.tiles.first(t), size = chunk.tiles.size(t);
+        const float* x = chunk.x + int64_t(first) * width() + int64_t(at) * size;
+        float* acc = chunk.acc + (first - chunk.tiles.first(chunk.from)) * kPanel + column;
+        with_rows<kMaxTile>(size, [&](auto rows) {
+          if (t == chunk.from)
+            tile(rows, Unpacking<F, p>{w, floats, ahead + p * ahead_step}, x, acc, column);
+          else
+            tile(rows, Unpacked{floats}, x, acc, column);
         });
       }
+    });
   }
 };
 
@@ -247,12 +257,12 @@ struct Kernel : Columns<F, X> {
     int chunks = (tiles.count + kMaxChunkTiles - 1) / kMaxChunkTiles;
     while (c.threads > 1 && panels() * chunks < 16 * c.threads && chunks * 8 <= tiles.count) chunks *= 2;
     const Share mine = share(int64_t(panels()) * chunks, tid, c.threads);
-    float* pieces = reinterpret_cast<float*>(c.scratch(tid));
-    float* acc = pieces + kRows<F> * kPanel;
+    float* floats = reinterpret_cast<float*>(c.scratch(tid));
+    float* acc = floats + kRows<F> * kPiece;
     for (int64_t unit = mine.first; unit < mine.last; ++unit) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
       const int from = run_start(tiles.count, chunks, chunk), to = run_start(tiles.count, chunks, chunk + 1);
-      this->many(panel(p), pieces, {tiles, from, to, packed_x, acc});
+      this->many(panel(p), floats, {tiles, from, to, packed_x, acc});
       const Done done(p, n, w_scale, bias);
       const int top = tiles.first(from);
       for (int r = top; r < tiles.first(to); ++r) done(acc + (r - top) * kPanel, scales[r], y + r * y_stride, -1);

@@ -4,6 +4,7 @@
 //   Format::decode<J>(row)             the J-th vector of a panel's row k, J < kVecs, for Fp8 times 2^-120
 //   Format::put<J>(v, to, stride)      that vector's lanes to their outputs: n goes to to[n / kPiece * stride + n % kPiece]
 //   Format::take<J>(from, stride)      the vector that `put` has put there
+//   Format::kInOrder                   whether vector J is simply outputs J * kWidth and on
 //   Format::in_part(parts, J)          which of `parts` equal parts of the panel the vector belongs to
 //   Format::Weight                     what a linear is given: a pointer, or with scales of groups more (int4.h)
 //   Format::kRow                       elements T from one row of a panel to the next
@@ -40,7 +41,7 @@ inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 #endif
 
 constexpr int kVecs = kPanel / kWidth;
-constexpr int kPiece = 2 * kWidth;  // outputs of a tile on unpacked weights
+constexpr int kPiece = 2 * kWidth;
 
 // Sums of floats: one chain of fused multiply-adds each.
 struct FloatSums {
@@ -61,6 +62,7 @@ struct Single {
 
 // Vectors in the order of outputs.
 struct InOrder {
+  static constexpr bool kInOrder = true;
   static constexpr int in_part(int parts, int j) { return j * kWidth % (kPanel / 2) / (kPanel / 2 / parts); }
   template <int J>
   static void put(Vec v, float* to, int stride) {
@@ -99,6 +101,7 @@ struct Bf16 : InOrder, Single<bf16> {
 // up: 9 operations for 4 vectors, where shifting each byte alone takes 11 (the compiler shares what decode<J>s have in common).
 struct Fp8 : Single<uint8_t> {
   static constexpr int kMask = int(0x87F00000);
+  static constexpr bool kInOrder = !LLMC_WIDE;
 #if LLMC_WIDE
   // Vector j is outputs 8j..8j+7 of both groups.
   static constexpr int in_part(int parts, int j) { return j * parts / 4; }

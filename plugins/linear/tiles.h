@@ -15,8 +15,8 @@ namespace llmc::lin {
 // Rows of the largest tile, on unpacked weights and on packed ones, which need registers to decode in.
 constexpr int kMaxTile = LLMC_WIDE ? 12 : 6;
 constexpr int kMaxPackedTile = LLMC_WIDE ? 12 : 5;
-// k that are unpacked at once, and the width of the pieces: a piece [kBlock][kPiece] stays in the L1 cache. Tactics, which
-// targets describe, come as macros (profiles/tactics.py).
+// k that are unpacked at once: a piece [kBlock][kPiece] stays in the L1 cache. Tactics, which targets describe, come as
+// macros (profiles/tactics.py).
 constexpr int kBlock = LLMC_BLOCK;
 constexpr int kPackedBlock = 64;
 constexpr int kAhead = LLMC_PREFETCH_BYTES;  // prefetches across the end of a page, where hardware stops
@@ -155,54 +155,122 @@ void packed_tile(typename F::Weight w, int k_count, const float* x, float* acc, 
   }
 }
 
+// Many rows: the first tile that multiplies a piece of a block decodes it, and leaves floats for the others. A piece is the
+// two vectors of a panel that share most of their decoding. Sums lie in the order of vectors until `settle`.
+constexpr int kPieces = kVecs / 2;
+constexpr int piece_vector(int piece, int i) { return piece / 2 * 4 + piece % 2 + 2 * i; }
+constexpr int kSecond = 2 * kWidth;  // from a piece's first vector to its second, among sums and scales
+
 // Rows of a piece: k of a block, or of a group and its zero points.
 template <class F>
 constexpr int kRows = F::kGrouped ? kGroup + 1 : kBlock;
 
-// k_count rows of a panel to floats: pieces [64 / kPiece][kRows][kPiece], outputs in order.
-template <class F, size_t... J>
-void unpack(const typename F::T* w, int k_count, float* pieces, std::index_sequence<J...>) {
-  for (int k = 0; k < k_count; ++k, w += F::kRow) {
-    prefetch<F>(w);
-    (F::template put<J>(F::template decode<J>(w), pieces + k * kPiece, kRows<F> * kPiece), ...);
+// A piece's weights from packed bytes, a k after the other. `ahead` is what the thread reads next: fetching it takes as long
+// as many multiplications, and hardware does not foresee it.
+template <class F, int Piece>
+struct Unpacking {
+  const typename F::T* w;
+  float* floats;
+  const char* ahead;
+
+  [[gnu::always_inline]] void next(Vec& a, Vec& b) {
+    a = F::template decode<piece_vector(Piece, 0)>(w);
+    b = F::template decode<piece_vector(Piece, 1)>(w);
+    vstore(floats, a);
+    vstore(floats + kWidth, b);
+    _mm_prefetch(ahead, _MM_HINT_T1);
+    w += F::kRow, floats += kPiece, ahead += F::kRow * sizeof(*w) / kPieces;
   }
+  void go_to(const typename F::T* row) { w = row; }
+};
+
+// The floats that `Unpacking` has left.
+struct Unpacked {
+  const float* floats;
+
+  [[gnu::always_inline]] void next(Vec& a, Vec& b) {
+    a = vload(floats);
+    b = vload(floats + kWidth);
+    floats += kPiece;
+  }
+  void go_to(const void*) {}
+};
+
+template <int R, class Sums>
+struct PieceSums {
+  Vec a[R], b[R];
+
+  [[gnu::always_inline]] void clear() {
+    unrolled<R>([&](auto r) { a[r] = b[r] = vzero(); });
+  }
+  [[gnu::always_inline]] void take(const float* acc) {
+    unrolled<R>([&](auto r) { a[r] = vload(acc + r * kPanel), b[r] = vload(acc + r * kPanel + kSecond); });
+  }
+  [[gnu::always_inline]] void put(float* acc) const {
+    unrolled<R>([&](auto r) { vstore(acc + r * kPanel, a[r]), vstore(acc + r * kPanel + kSecond, b[r]); });
+  }
+  // acc += scale * sums.
+  [[gnu::always_inline]] void put_scaled(float* acc, const float* scale, bool first) const {
+    unrolled<R>([&](auto r) {
+      float *low = acc + r * kPanel, *high = low + kSecond;
+      vstore(low, vfma(a[r], vload(scale), first ? vzero() : vload(low)));
+      vstore(high, vfma(b[r], vload(scale + kSecond), first ? vzero() : vload(high)));
+    });
+  }
+
+  // += x * weights, `count` of k.
+  template <class Weights>
+  [[gnu::always_inline]] void add(Weights& weights, int count, const float* x) {
+    for (int k = 0; k < count; ++k, x += R) {
+      Vec v, w;
+      weights.next(v, w);
+      unrolled<R>([&](auto r) {
+        const Vec s = vsplat(x + r);
+        a[r] = Sums::add(v, s, a[r]);
+        b[r] = Sums::add(w, s, b[r]);
+      });
+    }
+  }
+};
+
+// acc[R][64] at one piece += x * weights, `count` of k; from zero where `first`.
+template <int R, class Sums, class Weights>
+__attribute__((noinline)) void block_tile(Weights weights, int count, const float* x, float* acc, bool first) {
+  PieceSums<R, Sums> sums;
+  if (first)
+    sums.clear();
+  else
+    sums.take(acc);
+  sums.add(weights, count, x);
+  sums.put(acc);
 }
 
-// The scales of a panel's group to floats, as `unpack` puts its weights.
+// The same for a group: += scale * (x * weights), of which one more row are its zero points.
+template <int R, class Sums, class Weights>
+__attribute__((noinline)) void group_tile(Weights weights, int count, const float* x, float* acc, bool first,
+                                          const uint8_t* zero, const float* scale) {
+  PieceSums<R, Sums> sums;
+  sums.clear();
+  sums.add(weights, count, x);
+  weights.go_to(zero);
+  sums.add(weights, 1, x + count * R);
+  sums.put_scaled(acc, scale, first);
+}
+
+// The scales of a panel's group to floats, in the order of vectors.
 template <class F, size_t... J>
 void unpack_scale(const uint16_t* scale, float* to, std::index_sequence<J...>) {
   (vstore(to + J * kWidth, F::template scale<J>(scale)), ...);
 }
 
-// acc[R][64] at one piece += x * piece, k_count of k; from zero where `first`. With the piece's scales: += scale * (x * piece).
-template <int R, bool Scaled = false, class Sums = FloatSums>
-__attribute__((noinline)) void unpacked_tile(const float* piece, int k_count, const float* x, float* acc, bool first,
-                                             const float* scale = nullptr) {
-  Vec a[R], b[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    a[r] = first || Scaled ? vzero() : vload(acc + r * kPanel);
-    b[r] = first || Scaled ? vzero() : vload(acc + r * kPanel + kWidth);
-  }
-  for (int k = 0; k < k_count; ++k, piece += kPiece, x += R) {
-    const Vec v = vload(piece), w = vload(piece + kWidth);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec s = vsplat(x + r);
-      a[r] = Sums::add(v, s, a[r]);
-      b[r] = Sums::add(w, s, b[r]);
+// Rows of sums from the order of vectors to that of outputs.
+template <class F, size_t... J>
+void settle(float* acc, int rows, std::index_sequence<J...>) {
+  if constexpr (!F::kInOrder)
+    for (int r = 0; r < rows; ++r, acc += kPanel) {
+      const Vec sums[] = {vload(acc + J * kWidth)...};
+      (F::template put<J>(sums[J], acc, kPiece), ...);
     }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    float* to = acc + r * kPanel;
-    if constexpr (Scaled) {
-      a[r] = vfma(a[r], vload(scale), first ? vzero() : vload(to));
-      b[r] = vfma(b[r], vload(scale + kWidth), first ? vzero() : vload(to + kWidth));
-    }
-    vstore(to, a[r]);
-    vstore(to + kWidth, b[r]);
-  }
 }
 
 // Calls f.template operator()<R>() for R = rows, 1..Max.
