@@ -87,7 +87,13 @@ def judge(server: Server, tally: Tally, samples: dict[str, list[int]]) -> None:
         print(f"{name}: {statistics.median(values) / 1e6:.1f} MB, {grown / 1e6:+.2f} MB from second to last quarter")
         if grown > max(_GROWTH_BYTES, _GROWTH_SHARE * statistics.median(values)):
             tally.wrong.append(f"{name} grows: {grown / 1e6:+.1f} MB")
-    for name in ("num_preemptions_total", "prefix_cache_hits_total", "engine_steps_total", "generation_tokens_total"):
+    for name in (
+        "num_preemptions_total",
+        "prefix_cache_hits_total",
+        "external_prefix_cache_hits_total",
+        "engine_steps_total",
+        "generation_tokens_total",
+    ):
         print(f"{name}: {server.metric(name):.0f}")
 
 
@@ -107,6 +113,7 @@ def main() -> int:
             path = with_tokenizer(write_engine_plan(Path(folder) / "engine.plan", tp=2, max_num_seqs=16))
             options += ["--kv-bytes", str(40 * 64)]  # so few blocks that sequences are preempted
             options += ["--kv-host-bytes", str(80 * 64)]
+            options += ["--kv-disk", folder, "--kv-disk-bytes", str(2**20)]
         server = Server([sys.executable, "-m", "llmc", "serve", str(path), *options], {})
         try:
             server.wait_ready(300)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import msgspec
@@ -125,12 +126,12 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 class Client:
     """A front end in miniature: starts `core_main` and collects what it says. Use it in a `with`."""
 
-    def __init__(self, plan: Path, **options: object) -> None:
+    def __init__(self, plan: Path, *, program: Seq[str] = ("-m", "llmc.runtime.core_main"), **options: object) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             text = msgspec.json.encode(CoreOptions(**options)).decode()  # type: ignore[arg-type]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "llmc.runtime.core_main", str(plan), str(theirs.fileno()), text],
+                [sys.executable, "-P", *program, str(plan), str(theirs.fileno()), text],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 stderr=subprocess.PIPE,

@@ -108,6 +108,68 @@ def test_evicted_prefixes_come_back_from_a_disk(slow: Path, tmp_path: Path, host
     assert not [*tmp_path.iterdir()]
 
 
+#: A core whose disk reads nothing but the first record, which is for measuring, until a file is there.
+_SLOW_DISK = """
+import sys, time
+from pathlib import Path
+from llmc.runtime import core_main, records
+read = records.RecordFile.read
+def late(self, number, tag, parts):
+    while tag and not Path({gate!r}).exists():
+        time.sleep(0.01)
+    return read(self, number, tag, parts)
+records.RecordFile.read = late
+sys.exit(core_main.main(sys.argv))
+"""
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown", "drain"])
+def test_only_who_needs_it_waits_for_a_slow_disk(slow: Path, tmp_path: Path, end: str) -> None:
+    gate, stem = tmp_path / "gate", [7] * 40
+    options = {"num_blocks": 24, "max_num_batched_tokens": 16, "kv_disk": str(tmp_path), "kv_disk_bytes": 2**20}
+    options |= {"kv_host_bytes": 24 * 64, "program": ("-c", _SLOW_DISK.format(gate=str(gate)))}
+    with Client(slow, **options) as client:
+        for i, prompt in enumerate([stem, *([i] * 60 for i in range(4))]):
+            client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
+            client.wait_all()
+        client.submit("waits", [*stem, 3], max_tokens=6, ignore_eos=True)
+        client.submit("other", [9] * 8, max_tokens=20, ignore_eos=True)
+        client.wait(lambda: "other" in client.ended)
+        assert client.tokens["other"] == greedy([9] * 8, 20)
+        assert "waits" not in client.ended
+        client.wait(lambda: (client.stats[-1].running, client.stats[-1].waiting) == (0, 1))
+        if end == "abort":
+            client.abort("waits")
+            client.wait(client.idle)
+            assert client.ended["waits"].finish_reason == "abort"
+            assert client.stats[-1].blocks_used == 0
+        elif end == "shutdown":
+            client.shut_down(drain=False)
+            client.wait_all()
+            assert client.ended["waits"].finish_reason == "error"
+            assert client.process.wait(10) == 0
+        else:
+            client.shut_down()
+            gate.touch()
+            client.wait_all()
+            assert client.tokens["waits"] == greedy([*stem, 3], 6)
+            assert client.ended["waits"].cached_tokens == 40
+            assert client.process.wait(10) == 0
+
+
+def test_time_tells_nothing_of_what_is_cached_under_another_salt(slow: Path) -> None:
+    """A prompt takes as many steps as if nobody had ever asked it, unless it was asked under the same salt."""
+    with Client(slow, max_num_batched_tokens=8) as client:
+        steps = []
+        for i, salt in enumerate(("a", "a", "b", "", "b")):
+            before = client.stats[-1].steps if client.stats else 0
+            client.submit(str(i), [7] * 41, Handling(cache_salt=salt), max_tokens=1)
+            client.wait(lambda i=i: str(i) in client.ended)
+            client.wait(lambda before=before: client.idle() and client.stats[-1].steps > before)
+            steps.append(client.stats[-1].steps - before)
+        assert steps == [6, 1, 6, 6, 1]
+
+
 def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
     with Client(slow, max_num_seqs=2, max_num_queued_reqs=1) as client:
         for i in range(2):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import time
 from array import array
 
 import pytest
@@ -313,3 +315,56 @@ def test_a_step_that_gave_no_token_takes_back_what_it_promised() -> None:
 
 
 # Properties
+
+
+def test_answers_of_one_prompt_share_its_full_blocks_and_write_their_own() -> None:
+    """n > 1: FakeEngine fails where two of them write to one place, or one reads what another wrote."""
+    run = make(blocks=32, size=4, tokens=64, length=32)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    branches = [sequence(name, prompt, max_tokens=12, ignore_eos=True) for name in "abc"]
+    for branch in branches:
+        run.scheduler.add(branch)
+    batch = run.scheduler.schedule()
+    assert batch is not None
+    run.engine.run(batch)
+    run.update(batch, [1, 2, 3])  # the sampler has drawn another token for each
+    run.step()
+    tables = [branch.blocks[:] for branch in branches]
+    assert {tuple(table[:2]) for table in tables} == {tuple(tables[0][:2])}
+    assert len({table[2] for table in tables}) == 3
+    assert run.scheduler.pool.num_held == 2 + 3
+    run.finish()
+    for first, branch in zip((1, 2, 3), branches, strict=True):
+        assert answer(branch) == [
+            first,
+            *alone([*prompt, first], SamplingParams(max_tokens=11, ignore_eos=True), 32)[0],
+        ]
+
+
+def test_a_shared_prefix_of_4096_tokens_is_a_ninth_of_the_steps() -> None:
+    run = make(blocks=600, size=16, tokens=512, length=5000)
+    prefix = [i % 10 for i in range(4096)]
+    taken = []
+    for name in "ab":
+        before = run.steps
+        run.scheduler.add(sequence(name, prefix + [ord(name) % 10] * 100, max_tokens=1))
+        run.finish()
+        taken.append(run.steps - before)
+    assert taken == [9, 1]
+
+
+def test_composing_a_step_of_64_sequences_takes_little() -> None:
+    """5 % of a step of the smallest model measured, whose step of 64 sequences lasts 217 ms, are 11 ms."""
+    run = make(blocks=64 * 20, size=16, seqs=64, tokens=512, length=300)
+    for i in range(64):
+        run.scheduler.add(sequence(str(i), [i % 10, i // 10] * 4, max_tokens=200, ignore_eos=True))
+    batch, times = run.scheduler.schedule(), []
+    for _ in range(100):
+        assert batch is not None
+        began = time.process_time()
+        following = run.scheduler.schedule()
+        run.scheduler.update(batch, [1] * 64, following)
+        times.append(time.process_time() - began)
+        batch = following
+        assert batch is None or len(batch.chunks) == 64
+    assert statistics.median(times) < 0.011
