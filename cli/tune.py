@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Time a model's kernels with every tactic in turn, and write the best to a file.
 
-    Tactics change speed, never a result. Each value takes a build without the gate, and a few seconds of timing; a busy
-    machine finds nothing.
+    Tactics change speed, never a result on a CPU, and on a GPU no more than roundings. Each value takes a build without
+    the gate, and a few seconds of timing; a busy machine finds nothing. Kernels for a GPU are timed on such a GPU.
     """
     from llmc.artifacts.errors import UsageError
     from llmc.cli.build import require_build_libraries
@@ -57,5 +57,5 @@ def command(
 
     shape: dict[str, object] = {"precision": next(iter(chosen), None), "tp": tp, "profile": profile}
     best = tune(model, target, shape, repeats, tell)
-    write_file(output, best.to_yaml().encode())
-    click.echo(f"{output}: {best.to_yaml().strip().replace(chr(10), ', ')}")
+    write_file(output, best.encode())
+    click.echo(f"{output}: {best.strip().replace(chr(10), ', ')}")

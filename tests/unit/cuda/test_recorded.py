@@ -243,6 +243,14 @@ def test_timed_steps_are_launched_one_by_one_between_events(plan: Plan, driver: 
     assert "begin" not in log.read_text()
 
 
+def test_tuning_times_steps_between_events(plan: Plan, driver: Path) -> None:
+    script = "import sys, json, llmc.tune as t; print(json.dumps(t._gpu_seconds(sys.argv[1], 2)))"
+    done = run(script, [str(plan.path)], driver)
+    assert done.returncode == 0, done.stderr
+    # Decodes of 1, 4 and the most sequences, and a prefill as long as the plan takes.
+    assert json.loads(done.stdout) == {"1": 0.25e-3, "4": 0.25e-3, "8": 0.25e-3, "32": 0.25e-3}
+
+
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
