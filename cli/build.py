@@ -62,7 +62,12 @@ _OF_STOP_AFTER = frozenset(
 @click.option(
     "--profile", default="chat", show_default=True, help="Shape profile: chat, batch, long-context, or a YAML file."
 )
-@click.option("--target", default="cpu", show_default=True, help="cpu[:ISA] such as cpu:x86-64-v4, or cuda[:sm_XX].")
+@click.option(
+    "--target",
+    default="cpu",
+    show_default=True,
+    help="cpu[:ISA], or cuda[:sm_XX]. ISA: x86-64-v3, -v4, -v4-vnni, -v4-bf16 or -amx.",
+)
 @click.option(
     "--kv-cache-dtype",
     "kv_dtype",

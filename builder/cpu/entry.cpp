@@ -4,10 +4,13 @@
 // the code was not compiled for is refused before anything is written.
 #include "engine.h"
 #include "limits.h"
+#include "plugins/cpu/amx_permission.h"
 
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <xmmintrin.h>
@@ -141,6 +144,11 @@ extern "C" void* llmc_create(const llmc_rank* rank, char* err, int32_t err_len) 
     return nullptr;
   };
   if (!llmc::check(*rank, message)) return fail();
+  if (!llmc::tiles_allowed()) {
+    message.say("Linux does not let this process use AMX's tiles (arch_prctl ARCH_REQ_XCOMP_PERM: %s); it takes Linux 5.16 "
+                "and a sandbox that allows the call; a plan for cpu:x86-64-v4-bf16 needs neither", std::strerror(errno));
+    return fail();
+  }
   const int64_t bytes = llmc::scratch_bytes(llmc::whole_pages(llmc::kSharedScratch),
                                             llmc::whole_pages(llmc::kThreadScratch), rank->threads);
   std::unique_ptr<uint8_t, llmc::Free> scratch(

@@ -149,7 +149,8 @@ def _activation(name: str) -> Callable[[np.ndarray], np.ndarray]:
 
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Products are accumulated in float32; whoever compares a kernel bit for bit needs its order over k. Those of INT8
-    are summed exactly, as the kernel does.
+    are summed exactly, as the kernel does. Kernels that multiply bf16 (of GPUs, of cpu:x86-64-v4-bf16 and -amx) compute
+    this of x rounded to bf16.
     """
     x, w, *rest = inputs
     scale = np.ones((1, 1), np.float32)

@@ -1,5 +1,6 @@
 // linear on the cpu target: see cpu.py for what the arguments are. Three loops: one row straight from the packed bytes, a
 // few rows likewise in tiles, many rows against floats that their first tile decodes. All give the same bits (tiles.h).
+// On targets with instructions for them, products are of bf16: in pairs (bf16_dot.h), or AMX's tiles instead of the loops.
 //
 // Threads divide panels (a few rows) or panels times chunks of rows (many); each output is computed by one thread.
 #pragma once
@@ -7,6 +8,8 @@
 
 #include "plugins/cpu/functions.h"
 #include "plugins/cpu/runtime.h"
+#include "plugins/linear/amx.h"
+#include "plugins/linear/bf16_dot.h"
 #include "plugins/linear/int8.h"
 #include "plugins/linear/quantize.h"
 #include "plugins/linear/tiles.h"
@@ -194,7 +197,7 @@ struct Kernel : Columns<F, X> {
   void one_row() const {
     const float* row = x;
     float scale = 1;
-    if (X::kScaled || F::kGrouped) {
+    if (!std::is_same_v<X, Plain>) {
       float* own = reinterpret_cast<float*>(c.scratch(tid));
       scale = factor(prepare(x, k, own, 1));
       row = own;
@@ -281,19 +284,35 @@ struct Kernel : Columns<F, X> {
   }
 };
 
+// Runs the kernel: in tiles where its format says so.
+template <int64_t Min, int64_t Max, class F, class Kernel>
+void multiply(const Kernel& kernel, int64_t rows) {
+#if LLMC_TILES
+  static_assert(kBlock * kPiece + kPanel + 1 <= kThreadFloats / 2);  // beside a single row, of half as many words as columns
+  if constexpr (kInTiles<F>)
+    TileKernel<Kernel, F>{kernel}.run(int(rows));
+  else
+#endif
+    kernel.template run<Min, Max>(rows);
+}
+
 }  // namespace lin
 
 // y[rows, N] (N/2 when gated) from x[rows, K]; rows is within Min..Max. With AllReduce the sum over ranks of N columns.
 template <int K, int N, int64_t Min, int64_t Max, class F, class X, class Act, bool Gated, bool Bias, bool AllReduce>
 void linear(const Ctx& c, int tid, int64_t rows, const float* x, int64_t x_stride, X prepare, typename F::Weight w,
             const float* w_scale, const float* bias, float* y, int64_t y_stride) {
+  using Products = lin::Products<K, F, X>;
+  using Format = typename Products::Format;
+  using Input = typename Products::Input;
+  const Input input = Products::input(prepare);
   if constexpr (!AllReduce) {
-    lin::Kernel<F, X, Act, Gated, Bias>{{K, prepare}, c, tid, N, x, x_stride, w, w_scale, bias, y, y_stride}
-        .template run<Min, Max>(rows);
+    lin::multiply<Min, Max, Format>(lin::Kernel<Format, Input, Act, Gated, Bias>{
+        {K, input}, c, tid, N, x, x_stride, w, w_scale, bias, y, y_stride}, rows);
   } else {
     float* partial = c.comm->slot(c.comm->rank);
-    lin::Kernel<F, X, Act, Gated, false>{{K, prepare}, c, tid, N, x, x_stride, w, w_scale, nullptr, partial, N}
-        .template run<Min, Max>(rows);
+    lin::multiply<Min, Max, Format>(lin::Kernel<Format, Input, Act, Gated, false>{
+        {K, input}, c, tid, N, x, x_stride, w, w_scale, nullptr, partial, N}, rows);
     rank_all_reduce(*c.comm, tid, c.threads, [&] { c.barrier(tid); }, y, rows, N, Bias ? bias : nullptr);
   }
 }

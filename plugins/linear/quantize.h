@@ -113,6 +113,7 @@ struct Static {
   static constexpr bool kScaled = true;
   static constexpr float kRest = kXFactorRest;
   float scale;
+  float scale_of(const float*, int) const { return scale; }
   float operator()(const float* x, int n, float* to, int step) const {
     quantize_row(x, n, scale, to, step);
     return scale;
@@ -123,9 +124,12 @@ struct Static {
 struct PerToken {
   static constexpr bool kScaled = true;
   static constexpr float kRest = kXFactorRest;
-  float operator()(const float* x, int n, float* to, int step) const {
+  float scale_of(const float* x, int n) const {
     const float most = largest_magnitude(x, n);
-    const float scale = most == 0 ? 1.0f : most / kFp8Max;
+    return most == 0 ? 1.0f : most / kFp8Max;
+  }
+  float operator()(const float* x, int n, float* to, int step) const {
+    const float scale = scale_of(x, n);
     quantize_row(x, n, scale, to, step);
     return scale;
   }

@@ -7,6 +7,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -248,6 +249,52 @@ EMULATED __m512i _mm512_cvtps_epi32(__m512 a) {
 }
 EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
   return halves_of<__m512>(_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1)));
+}
+
+// ---- words and bf16
+
+EMULATED __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
+  return map<uint16_t>(index, [&](uint16_t i) { return (i & 32 ? y : x).at[i & 31]; });
+}
+EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i a, __mmask32 m, __m512i index, __m512i b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b), i = elements<uint16_t>(index);
+  return each<__m512i, uint16_t>([&](int l) { return m >> l & 1 ? y.at[i.at[l] & 31] : x.at[l]; });
+}
+EMULATED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= uint32_t((x.at[i] & y.at[i]) == 0) << i;
+  return mask;
+}
+
+// Subnormal operands and results are zeros of their sign; rounding is to nearest even.
+inline float flushed(float x) { return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x; }
+inline float fused(float a, float b, float c) { return flushed(std::fma(flushed(a), flushed(b), flushed(c))); }
+inline float of_bf16(uint16_t digits) {
+  const uint32_t word = uint32_t(digits) << 16;
+  float x;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+EMULATED __m512 _mm512_dpbf16_ps(__m512 c, __m512bh a, __m512bh b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
+  const auto sum = elements<float>(c);
+  return each<__m512, float>([&](int i) {
+    const float odd = fused(of_bf16(x.at[2 * i + 1]), of_bf16(y.at[2 * i + 1]), sum.at[i]);
+    return fused(of_bf16(x.at[2 * i]), of_bf16(y.at[2 * i]), odd);
+  });
+}
+EMULATED __m256bh _mm512_cvtneps_pbh(__m512 a) {
+  const auto x = elements<float>(a);
+  uint16_t to[16];
+  for (int i = 0; i < 16; ++i) {
+    const float value = flushed(x.at[i]);
+    uint32_t word;
+    std::memcpy(&word, &value, 4);
+    to[i] = uint16_t(value != value ? word >> 16 | 0x40 : (word + 0x7FFF + (word >> 16 & 1)) >> 16);
+  }
+  return (__m256bh)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(to));
 }
 
 }  // namespace llmc

@@ -16,9 +16,12 @@ from llmc.profiles import load_cpu_target
 from tests.emulated import runnable, runs_here
 
 _CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
-_TARGETS = {isa: load_cpu_target(f"cpu:{isa}") for isa in ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")}
-#: The levels that this machine can run.
-ISAS = tuple(isa for isa, target in _TARGETS.items() if runs_here(target))
+_FLOAT = ("x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")
+#: The levels whose linear layers round inputs to bf16.
+BF16_ISAS = ("x86-64-v4-bf16", "x86-64-amx")
+_TARGETS = {isa: load_cpu_target(f"cpu:{isa}") for isa in (*_FLOAT, *BF16_ISAS)}
+#: Those of the others that this machine can run: results are the same bits on all of them.
+ISAS = tuple(isa for isa in _FLOAT if runs_here(_TARGETS[isa]))
 
 
 def compile_library(text: str, isa: str, *, emulate: bool = True) -> Path:

@@ -19,6 +19,7 @@ MAX_VALUES = 8
 _HEAD = """
 #include <cstdlib>
 #include <ctime>
+#include "plugins/cpu/amx_permission.h"
 #include "plugins/cpu/runtime.h"
 struct Request {
   int32_t threads; int32_t pad; int64_t T, S; int64_t shared, per_thread;
@@ -47,6 +48,7 @@ static void work_{i}(void* what, int tid) {{
 }}
 }}
 extern "C" int call_{i}(const Request* r) {{
+  if (!llmc::tiles_allowed()) return 3;
   llmc::Pool private_pool(r->tp > 1 ? r->threads : 1);
   llmc::RankComm comm(r->comm, r->rank_number, r->tp, r->slot);
   std::pair<const Request*, llmc::Ctx> both(r, llmc::Ctx());

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from llmc.artifacts.errors import UsageError
@@ -18,19 +20,23 @@ def test_plain_cpu_does_not_depend_on_the_machine() -> None:
 def test_files_agree_with_their_names_and_with_the_kernels(name: str) -> None:
     target = load_cpu_target(name)
     assert str(target) == name
-    assert f"-march={target.isa.removesuffix('-vnni')}" in target.cxx_flags
+    level = "x86-64-v3" if target.isa == "x86-64-v3" else "x86-64-v4"
+    assert target.isa_flags[0] == f"-march={level}"
+    extensions = {flag[2:].replace("-", "_") for flag in target.isa_flags if flag.startswith(("-mavx", "-mamx"))}
+    assert extensions <= {feature.replace("avx512_", "avx512") for feature in target.features}
     assert target.block_sizes == BLOCK_SIZES
     assert target.fingerprint.features == tuple(sorted(set(target.features)))
 
 
 def test_a_higher_level_needs_all_of_the_lower() -> None:
-    v3, v4, vnni = (set(load_target(f"cpu:x86-64-{level}").features) for level in ("v3", "v4", "v4-vnni"))
-    assert v3 < v4 < vnni
+    levels = ("v3", "v4", "v4-vnni", "v4-bf16", "amx")
+    needs = [set(load_cpu_target(f"cpu:x86-64-{level}").features) for level in levels]
+    assert all(lower < higher for lower, higher in itertools.pairwise(needs))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x86-64-v9", "cpu:native", "", "cuda:sm_70", "cuda:90"])
 def test_unknown_targets_are_refused_with_the_names(name: str) -> None:
-    with pytest.raises(UsageError, match=r"is not one of cpu, cuda, cpu:x86-64-v3, cpu:x86-64-v4, .*cuda:sm_80, "):
+    with pytest.raises(UsageError, match=r"is not one of cpu, cuda, cpu:x86-64-amx, cpu:x86-64-v3, .*cuda:sm_80, "):
         load_target(name)
 
 

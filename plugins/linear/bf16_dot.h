@@ -1,0 +1,173 @@
+// Products of bf16, on targets whose instructions multiply them in pairs (AVX512-BF16, AMX): x is rounded to bf16, E4M3
+// weights are decoded to bf16, which holds them exactly, and their scales are applied to the sums, in float.
+//
+// The weights are the bytes that every ISA level reads (formats.h): rows k and k + 1 of a panel become pairs of bf16 while
+// they are decoded, so that word i of a vector belongs to output i. x is laid out as pairs, one in a float's place.
+//
+// An output is one chain over pairs in order; of a pair k + 1 is added before k, each with a fused multiply-add to nearest
+// even, and subnormal operands and results are zeros: what vdpbf16ps does, whatever MXCSR says. AMX adds in another order
+// (amx.h). Layers with an odd K are multiplied in float, as on x86-64-v4.
+#pragma once
+#include <type_traits>
+
+#include "plugins/linear/formats.h"
+#include "plugins/linear/quantize.h"
+
+#if LLMC_WIDE && defined(__AVX512BF16__)
+#define LLMC_BF16 1
+#else
+#define LLMC_BF16 0
+#endif
+#if LLMC_BF16 && defined(__AMX_BF16__)
+#define LLMC_TILES 1
+#else
+#define LLMC_TILES 0
+#endif
+
+namespace llmc::lin {
+
+// The format whose K columns AMX tiles multiply.
+template <class F>
+struct InTiles : F {};
+template <class F>
+constexpr bool kInTiles = false;
+template <class F>
+constexpr bool kInTiles<InTiles<F>> = true;
+constexpr int kTileColumns = 32;  // of K: sixteen pairs
+
+#if LLMC_BF16
+
+struct PairSums {
+  static Vec add(Vec weight, Vec x, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
+  static Lanes value(const float* sums) { return load(sums); }
+};
+
+// For vpermt2w: of words from two vectors, one of rows k and one of rows k + 1, the pairs of 16 outputs.
+struct PairIndex {
+  alignas(64) uint16_t at[32];
+};
+template <class WordOfOutput>
+constexpr PairIndex pair_index(const WordOfOutput& word) {
+  PairIndex index{};
+  for (int output = 0; output < 16; ++output) {
+    index.at[2 * output] = uint16_t(word(output));
+    index.at[2 * output + 1] = uint16_t(32 + word(output));
+  }
+  return index;
+}
+inline Vec pairs(__m512i first, __m512i second, const PairIndex& index) {
+  return _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, _mm512_load_si512(index.at), second));
+}
+
+// Vectors J and J + 2 are the lower and the upper 16 of a group of 32 outputs: they share most of their decoding (tiles.h).
+template <class Element>
+struct Pairs {
+  using T = Element;
+  using Weight = const T*;
+  using Sums = PairSums;
+  static constexpr bool kGrouped = false, kInOrder = false;
+  static constexpr int kRow = 2 * kPanel;
+  static constexpr int steps(int k) { return k / 2; }
+  static constexpr int in_part(int parts, int j) { return j / 2 * parts / 2; }
+  template <int J>
+  static void put(Vec v, float* to, int stride) {
+    vstore(to + J % 2 * stride + J / 2 * kWidth, v);
+  }
+  template <int J>
+  static Vec take(const float* from, int stride) {
+    return vload(from + J % 2 * stride + J / 2 * kWidth);
+  }
+};
+
+struct Bf16Pairs : Pairs<bf16> {
+  template <int J>
+  static Vec decode(const T* row) {
+    static constexpr PairIndex index = pair_index([](int output) { return J / 2 * 16 + output; });
+    const T* group = row + J % 2 * 32;
+    return pairs(_mm512_loadu_si512(group), _mm512_loadu_si512(group + kPanel), index);
+  }
+};
+
+// 32 E4M3 as bf16: the digits moved into place and the exponent biased anew; those below 2^-6, multiples m of 2^-9, have
+// one significant digit at least in bf16 and come from a table by m. NaN would come out as 480, as in Fp8.
+inline __m512i as_bf16(__m256i bytes) {
+  alignas(64) static constexpr uint16_t below[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+  const __m512i wide = _mm512_cvtepi8_epi16(bytes);
+  const __m512i digits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x07F0));
+  const __m512i normal = _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(below));
+  return _mm512_or_si512(size, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
+}
+
+struct Fp8Pairs : Pairs<uint8_t> {
+  template <int J>
+  static Vec decode(const T* row) {
+    // Byte 4 * i + j of a group of 32 is output 8 * j + i (Fp8).
+    static constexpr PairIndex index = pair_index([](int o) { return 4 * (o % 8) + J / 2 * 2 + o / 8; });
+    const auto* group = reinterpret_cast<const __m256i*>(row) + J % 2;
+    return pairs(as_bf16(_mm256_load_si256(group)), as_bf16(_mm256_load_si256(group + 2)), index);
+  }
+};
+
+// x, or what X makes of it, rounded to bf16 to nearest even; two columns in a float's place.
+template <class X>
+struct PairInput {
+  static constexpr bool kScaled = X::kScaled;
+  static constexpr bool kQuantized = std::is_same_v<X, Static> || std::is_same_v<X, PerToken>;
+  static constexpr float kRest = 1.0f;
+  X input;
+
+  float operator()(const float* x, int n, float* to, int step) const {
+    float scale = 1;
+    if constexpr (kQuantized) scale = input.scale_of(x, n);
+    for (int i = 0; i < n; i += kWidth) {
+      Vec v = part_of(x, i, n);
+      if constexpr (kQuantized) v = vmul(quantize(v, vset(scale)), vset(1 / kXFactor));
+      alignas(32) uint32_t both[kWidth / 2];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(both), (__m256i)_mm512_cvtneps_pbh(v));
+      for (int l = 0; l < kWidth / 2 && i / 2 + l < n / 2; ++l) std::memcpy(to + int64_t(i / 2 + l) * step, both + l, 4);
+    }
+    return scale;
+  }
+};
+
+#endif
+
+// How a target multiplies K columns of a weight in F with an x that X prepares: as they are, or in pairs of bf16.
+template <class F, class X>
+struct AsTheyAre {
+  using Format = F;
+  using Input = X;
+  static Input input(X x) { return x; }
+};
+template <class F>
+struct PairFormat {
+  static constexpr bool kExists = false;
+};
+#if LLMC_BF16
+template <>
+struct PairFormat<Bf16> {
+  static constexpr bool kExists = true;
+  using Format = Bf16Pairs;
+};
+template <>
+struct PairFormat<Fp8> {
+  static constexpr bool kExists = true;
+  using Format = Fp8Pairs;
+};
+template <int K, class F, class X>
+struct InPairs {
+  using Pairs = typename PairFormat<F>::Format;
+  using Format = std::conditional_t<LLMC_TILES && K % kTileColumns == 0, InTiles<Pairs>, Pairs>;
+  using Input = PairInput<X>;
+  static Input input(X x) { return {x}; }
+};
+template <int K, class F, class X>
+using Products = std::conditional_t<PairFormat<F>::kExists && K % 2 == 0, InPairs<K, F, X>, AsTheyAre<F, X>>;
+#else
+template <int K, class F, class X>
+using Products = AsTheyAre<F, X>;
+#endif
+
+}  // namespace llmc::lin
