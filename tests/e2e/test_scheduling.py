@@ -5,6 +5,7 @@ Over two ranks with an FP8 cache, and over a model of which every sequence carri
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmc
+from llmc.artifacts.plan import Plan
 from llmc.runtime.messages import Handling
 from tests.models import save_checkpoint
 from tests.unit.runtime.fake_engine import Client
@@ -32,6 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tight": {"num_blocks": 16, "max_num_batched_tokens": 40},
     "plain": {"num_blocks": 16, "max_num_batched_tokens": 40, "overlap": False},
     "copying": {"num_blocks": 16, "max_num_batched_tokens": 40, "kv_host_bytes": 2**22},
+    "disk": {
+        "num_blocks": 16,
+        "max_num_batched_tokens": 40,
+        "kv_disk": tempfile.gettempdir(),
+        "kv_disk_bytes": 2**22,
+    },
     "uncached": {"num_blocks": 16, "prefix_cache": False, "itl_budget_ms": 0.5},
 }
 REQUESTS = st.lists(
@@ -64,6 +72,8 @@ def alone(plan: Path) -> Iterator[Client]:
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def busy(plan: Path, alone: Client, request: pytest.FixtureRequest) -> Iterator[Client]:
+    if request.param == "disk" and Plan.open(plan).manifest.state_slot_bytes:
+        pytest.skip("no prefix is reused where sequences carry a state, so there is nothing to keep on a disk")
     with Client(plan, **OPTIONS[request.param]) as client:
         # Together they outgrow the small pools, of which the core has no notion yet.
         prompts = [STEM[i : i + 20] for i in range(6)]

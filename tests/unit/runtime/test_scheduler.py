@@ -63,6 +63,18 @@ def test_whoever_was_chosen_and_did_not_fit_is_next() -> None:
         assert answer(run.ended[name]) == alone(prompt, SamplingParams(max_tokens=most, ignore_eos=True), 32)[0]
 
 
+@pytest.mark.parametrize(("blocks", "admitted"), [(10, True), (11, False)])
+def test_admission_leaves_a_watermark_of_free_blocks(blocks: int, admitted: bool) -> None:
+    run = make(blocks=16, size=4, tokens=64, length=64)
+    run.scheduler.add(sequence("runs", [1] * 14, max_tokens=2, ignore_eos=True))  # 4 blocks to its end
+    run.step()
+    run.scheduler.add(sequence("comes", [2] * 4 * blocks, max_tokens=1))
+    run.step()
+    assert ("comes" in run.ended) == admitted
+    run.finish()
+    assert "comes" in run.ended
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
