@@ -14,7 +14,7 @@ from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.alias import resolve
 from llmc.builder.cpu.program import CpuRank, RangeProgram
 from llmc.builder.cuda.program import BoundCall, CudaRank, StepCode
-from llmc.plugins.cuda.call import Temporary
+from llmc.plugins.cuda.call import Space, Temporary
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def gpu_blocks(program: CudaRank, steps: StepCode) -> list[Block]:
         if isinstance(launch, BoundCall):
             for parameter, arg, room in zip(launch.variant.arguments, launch.args, launch.buffers, strict=True):
                 given = launch.call.args[parameter]
-                if isinstance(given, Temporary) and isinstance(arg, Address) and room is not None:
-                    about = f"{given.name} of {node.op}"
+                if isinstance(arg, Address) and arg.space == "arena" and isinstance(given, Temporary | Space):
+                    assert room is not None
+                    about = f"{given.name if isinstance(given, Temporary) else parameter} of {node.op}"
                     used(f"{about} {node.outputs}", Block(about, node.path, arg.offset, room, number, number))
     return list(made.values())
 

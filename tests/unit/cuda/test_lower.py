@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from llmc.artifacts.cuda_program import Address, AllReduce, Int, Product, Symbol, decode_program, encode_program
+from llmc.artifacts.cuda_program import (
+    VERSION,
+    Address,
+    AllReduce,
+    Int,
+    Product,
+    Symbol,
+    decode_program,
+    encode_program,
+)
 from llmc.artifacts.errors import PlanError, UnsupportedError
 from llmc.artifacts.schema import ShapeProfile, TokenRange
 from llmc.artifacts.types import TensorType
@@ -197,8 +206,10 @@ def test_a_program_is_data_that_reads_back(lowered: CudaLowered) -> None:
             if not isinstance(launch, AllReduce):
                 assert len(launch.args) == len(program.kernels[launch.kernel].parameters)
                 assert launch.args[-2:] == (Address("null"), Address("null"))
-    with pytest.raises(PlanError, match="here: is a program of version 2, this llmc reads version 1; update llmc"):
-        decode_program(data.replace(b'"version":1', b'"version":2'), "here")
+    newer = data.replace(f'"version":{VERSION}'.encode(), f'"version":{VERSION + 1}'.encode())
+    words = f"here: is a program of version {VERSION + 1}, this llmc reads version {VERSION}; update llmc"
+    with pytest.raises(PlanError, match=words):
+        decode_program(newer, "here")
     with pytest.raises(PlanError, match="here: is not a program for a GPU"):
         decode_program(data[:-100], "here")
 
