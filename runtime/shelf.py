@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmc.runtime.blocks import Key
 from llmc.runtime.disk_shelf import DiskShelf, Fetch
@@ -31,17 +32,22 @@ class Shelved:
     place: int | None
 
 
+class _Entry(NamedTuple):
+    serial: int
+    place: int
+    fetched: bool = False  # from the disk
+
+
 class Shelf:
     """Uses whatever of `memory` nobody else wants; what has to leave it goes to `disk`. `hits` and `evictions` count
-    blocks of host memory.
+    blocks of host memory; who came from the disk is a hit of the disk's.
     """
 
     def __init__(self, memory: HostMemory, block_size: int, disk: DiskShelf | None = None) -> None:
         self.memory = memory
         self.disk = disk
         self._block_size = block_size
-        #: Serial and place of each block, least recently shelved first.
-        self._entries: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # least recently shelved first
         #: Serial of each block that the disk is to read, and what it comes with.
         self._coming: dict[Key, tuple[int, Fetch]] = {}
         self.hits = self.evictions = 0
@@ -56,7 +62,7 @@ class Shelf:
             return
         if (found := self.memory.take(1)) is not None:
             ((place,), _) = found
-            self._entries[key] = serial, place
+            self._entries[key] = _Entry(serial, place)
             self.memory.copy_out(block, place)
 
     def pick(self, keys: Iterable[Key]) -> list[tuple[int, int]]:
@@ -67,8 +73,8 @@ class Shelf:
         for key in keys:
             if (entry := self._entries.pop(key, None)) is None:
                 break
-            self.hits += 1
-            picked.append(entry)
+            self.hits += not entry.fetched
+            picked.append((entry.serial, entry.place))
         return picked
 
     def fetch(self, keys: Sequence[Key]) -> Fetch | None:
@@ -111,7 +117,7 @@ class Shelf:
                 if wanted:
                     del self._coming[key]
                 if wanted and whole:
-                    self._entries[key] = serial, place
+                    self._entries[key] = _Entry(serial, place, fetched=True)
                 else:
                     self.memory.give_back([place])
         if self.disk.is_off:
@@ -125,8 +131,8 @@ class Shelf:
     def supersede(self, key: Key) -> int | None:
         """The pool gets a block of this key anew: it is not kept here any more. Returns the serial that it had."""
         if (found := self._entries.pop(key, None)) is not None:
-            self.memory.give_back([found[1]])
-            return found[0]
+            self.memory.give_back([found.place])
+            return found.serial
         if (coming := self._coming.pop(key, None)) is not None:
             return coming[0]
         return None if self.disk is None else self.disk.supersede(key)
@@ -134,7 +140,7 @@ class Shelf:
     def find(self, key: Key) -> Shelved | None:
         """The block of that key, which stays."""
         if (found := self._entries.get(key)) is not None:
-            return Shelved(*found)
+            return Shelved(found.serial, found.place)
         if (coming := self._coming.get(key)) is not None:
             return Shelved(coming[0], None)
         serial = None if self.disk is None else self.disk.find(key)
@@ -148,7 +154,7 @@ class Shelf:
 
     def clear(self) -> None:
         """Keeps nothing."""
-        self.memory.give_back([place for _, place in self._entries.values()])
+        self.memory.give_back([entry.place for entry in self._entries.values()])
         self._entries.clear()
         self._coming.clear()
         if self.disk is not None:
@@ -156,14 +162,14 @@ class Shelf:
 
     def places(self) -> Iterator[int]:
         """Where its blocks lie, or will."""
-        yield from (place for _, place in self._entries.values())
+        yield from (entry.place for entry in self._entries.values())
         if self.disk is not None:
             yield from self.disk.fetched_places()
 
     def _make_room(self, count: int) -> list[int]:
         places = []
         for _ in range(min(count, len(self._entries))):
-            key, (serial, place) = self._entries.popitem(last=False)
+            key, (serial, place, _) = self._entries.popitem(last=False)
             if self.disk is not None and not self.memory.is_coming(place) and self._is_worth_writing(self.disk):
                 self.disk.store(key, serial, place)
             places.append(place)

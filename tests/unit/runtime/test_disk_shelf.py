@@ -314,7 +314,8 @@ def test_a_prefix_comes_back_from_the_disk(tmp_path: Path) -> None:
     assert answer(run.ended["again"]) == alone(prompt, run.ended["again"].params, 64)[0]
     assert (run.ended["again"].cached_tokens, run.ended["salted"].cached_tokens) == (32, 0)
     assert run.disk is not None
-    assert run.disk.hits == 8
+    assert run.scheduler.shelf is not None
+    assert (run.disk.hits, run.scheduler.shelf.hits) == (8, 0)
 
 
 def _evicted(tmp_path: Path, **options: object) -> tuple[Run, LateIo, list[int]]:
