@@ -75,7 +75,7 @@ def run_ranks(graphs: Sequence[Graph], inputs: Mapping[str, np.ndarray], context
     """
     if len(graphs) == 1:
         return [run(graphs[0], inputs, contexts[0], params)]
-    exchange = _Exchange(len(graphs), patience)
+    exchange = Exchange(len(graphs), patience)
     results: list[tuple[np.ndarray, ...]] = [()] * len(graphs)
     errors: list[BaseException] = []
 
@@ -101,14 +101,15 @@ def run_ranks(graphs: Sequence[Graph], inputs: Mapping[str, np.ndarray], context
     return results
 
 
-class _Exchange:
-    """Where the threads of `run_ranks` meet."""
+class Exchange:
+    """Where ranks that run in threads meet; each waits `patience` seconds for the others at most."""
 
     def __init__(self, ranks: int, patience: float) -> None:
         self.barrier = threading.Barrier(ranks, timeout=patience)
         self.slots: list[np.ndarray | None] = [None] * ranks
 
     def all_reduce(self, rank: int, partial: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' partials, in rank order."""
         self.slots[rank] = partial
         self.barrier.wait()
         parts = [slot for slot in self.slots if slot is not None]

@@ -1,6 +1,7 @@
-"""The graph of a finished plan with its weights as its recipes mean them: what kernels read packed is unpacked.
+"""The graphs of a finished plan with their weights as their recipes mean them: what kernels read packed is unpacked.
 
-Comes in: an open `Plan` of a cpu target. Goes out: `PlanWeights`. Must not know: formats that plans are exported to.
+Comes in: an open `Plan` of a cpu target. Goes out: `PlanWeights`, one a rank. Must not know: formats that plans are
+exported to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from llmc.artifacts.errors import PlanError
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import ShapeProfile
 from llmc.artifacts.types import NUMPY_DTYPES
+from llmc.builder.cpu.program import CpuLowered
 from llmc.builder.ir import Graph
 from llmc.builder.page.render import lower_plan
 from llmc.builder.weights.pack import unpack_panels
@@ -30,14 +32,10 @@ class _Stored:
 
 
 class PlanWeights:
-    """Rank 0's graph, and its parameters by recipe; each is read when it is asked for."""
+    """One rank's graph, and its parameters by recipe; each is read when it is asked for."""
 
-    def __init__(self, plan: Plan) -> None:
-        kind = plan.manifest.target.kind
-        if kind != "cpu":
-            raise PlanError(f"{plan.path}: is for {kind}; build it with --target cpu to export it")
-        lowered, rank = lower_plan(plan), plan.manifest.ranks[0]
-        program = lowered.programs[0]
+    def __init__(self, plan: Plan, lowered: CpuLowered, number: int) -> None:
+        rank, program = plan.manifest.ranks[number], lowered.programs[number]
         self.graph: Graph = program.graph
         self.kv_dtype: str = lowered.kv_dtype
         self.profile: ShapeProfile = lowered.profile
@@ -57,6 +55,15 @@ class PlanWeights:
         if stored.packing is None:
             return value
         return unpack_panels(value, self._shapes[recipe], gated=stored.packing is PanelsGated)
+
+
+def plan_weights(plan: Plan) -> list[PlanWeights]:
+    """Those of every rank. Raises PlanError for a plan of a target whose weights are not those of the cpu target."""
+    kind = plan.manifest.target.kind
+    if kind != "cpu":
+        raise PlanError(f"{plan.path}: is for {kind}; build it with --target cpu to export it")
+    lowered = lower_plan(plan)
+    return [PlanWeights(plan, lowered, number) for number in range(len(lowered.programs))]
 
 
 def _by_recipe(section: str, member: Member) -> dict[str, _Stored]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmc.artifacts.calibration import WEIGHTS
-from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
+from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.files import require_writable, write_file
 from llmc.artifacts.plan import Plan
 
@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 
 def export_onnx(
-    source: str | Path, output: str | Path, *, dtype: str | None = None, profile: str | None = None
-) -> Exported:
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: str | None = None,
+    profile: str | None = None,
+    tp: int | None = None,
+) -> tuple[Exported, ...]:
     """`source` is a plan, or a checkpoint whose numbers are stored as `dtype` fp32|bf16 (None: bf16, or what the
-    checkpoint is quantized to). Raises LlmcError; nothing stands at `output` then that was not there before.
+    checkpoint is quantized to) and divided among `tp` ranks (None: one). Of several ranks each has a file of its own,
+    OUTPUT.rank0.onnx of OUTPUT.onnx and so on. Raises LlmcError; the file of the rank that it came at is not written
+    then.
     """
     if importlib.util.find_spec("onnx") is None:
         raise EnvironmentFault("exporting needs onnx, which this environment lacks: pip install 'llmc[onnx]'")
@@ -32,40 +39,42 @@ def export_onnx(
     source, output = Path(source), Path(output)
     require_writable(output)
     if not (source.is_file() and zipfile.is_zipfile(source)):
-        return _export_model(source, output, dtype, profile or "chat")
-    for option, value in (("--dtype", dtype), ("--profile", profile)):
+        return _export_model(source, output, dtype, profile or "chat", tp or 1)
+    for option, value in (("--dtype", dtype), ("--profile", profile), ("--tp", tp)):
         if value is not None:
             raise UsageError(f"{option} {value}: {source} is a plan, which has its own; drop {option}")
     return export_plan(Plan.open(source), output)
 
 
-def export_tensorrt(plan: str | Path, output: str | Path, sm: int) -> TrtEngine:
-    """The decode step of a plan as a serialized TensorRT engine for sm_`sm`. Raises LlmcError, EnvironmentFault where
-    there is no TensorRT; nothing stands at `output` then that was not there before.
+def export_tensorrt(plan: str | Path, output: str | Path, sm: int) -> tuple[tuple[Path, TrtEngine], ...]:
+    """The steps of a plan as a serialized TensorRT engine for sm_`sm`, of several ranks one each: OUTPUT.rank0.engine
+    of OUTPUT.engine and so on. Raises LlmcError, EnvironmentFault where there is no TensorRT; the file of the rank that
+    it came at is not written then.
     """
-    from llmc.builder.plan_weights import PlanWeights
+    from llmc.builder.interchange.files import rank_path
+    from llmc.builder.plan_weights import plan_weights
+    from llmc.builder.trt.caches import cache_for
     from llmc.builder.trt.engine import build_engine
     from llmc.builder.trt.library import tensorrt_module
 
     output = Path(output)
     trt = tensorrt_module()
     require_writable(output)
-    weights = PlanWeights(Plan.open(plan))
-    if weights.kv_dtype != "bf16":
-        raise UnsupportedError(
-            f"{plan}: keys and values are {weights.kv_dtype}, and TensorRT's attention keeps bf16 here; build with "
-            "--kv-cache-dtype bf16"
-        )
-    shapes = weights.profile
-    made = build_engine(trt, weights.graph, weights.read, shapes.max_num_seqs, shapes.max_seq_len, sm)
-    write_file(output, made.engine)
-    return made
+    made = []
+    for weights in plan_weights(Plan.open(plan)):
+        graph, profile = weights.graph, weights.profile
+        cache = cache_for(trt, graph, profile, weights.kv_dtype, sm)
+        engine = build_engine(trt, graph, weights.read, cache, profile, sm)
+        path = rank_path(output, graph.rank, graph.tp)
+        write_file(path, engine.engine)
+        made.append((path, engine))
+    return tuple(made)
 
 
-def _export_model(model: Path, output: Path, dtype: str | None, profile: str) -> Exported:
+def _export_model(model: Path, output: Path, dtype: str | None, profile: str, tp: int) -> tuple[Exported, ...]:
     from llmc.builder import pipeline
     from llmc.builder.checkpoint import open_checkpoint
-    from llmc.builder.interchange.export import export_graph
+    from llmc.builder.interchange.export import export_graphs
     from llmc.builder.trace import trace
     from llmc.builder.weights.source import ModelWeights
     from llmc.flow import default_precision
@@ -77,9 +86,10 @@ def _export_model(model: Path, output: Path, dtype: str | None, profile: str) ->
     traced = trace(checkpoint, shapes.max_seq_len)
     options = pipeline.CompileOptions(
         precision=precision,
+        tp=tp,
         fp8_activations="none" if precision not in WEIGHTS else "token",
         own=checkpoint.quantization,
     )
     compiled = pipeline.run(traced.graph, options)
     source = ModelWeights(checkpoint, traced.buffers)
-    return export_graph(compiled.graphs[0], compiled.kv_dtype, shapes.block_size, source, output)
+    return export_graphs(compiled.graphs, compiled.kv_dtype, shapes.block_size, source, output)

@@ -69,19 +69,24 @@ class CudaCompiler:
         missing = [variant for variant in distinct if variant not in made]
         if missing:
             with tempfile.TemporaryDirectory(prefix="llmc-triton-") as folder:
-                for variant, cubin in self._compile(missing, folder, lambda count: done(len(distinct) - count)):
-                    made[variant] = cubin
+                for variant, success in self._compile(missing, folder, lambda count: done(len(distinct) - count)):
+                    made[variant] = success.cubin
                     if self.cache is not None:
-                        self.cache.put(keys[variant], msgspec.msgpack.encode(cubin))
+                        self.cache.put(keys[variant], msgspec.msgpack.encode(success.cubin))
             if self.cache is not None:
                 self.cache.prune()
         for variant, cubin in made.items():
-            if cubin.shared > (most := SHARED_MEMORY[variant.sm]):
-                raise UnsupportedError(
-                    f"kernel {variant.kernel} needs {cubin.shared} bytes of shared memory, a block on sm_{variant.sm} "
-                    f"has {most}: its tactics must name smaller tiles or fewer stages"
-                )
+            _check_memory(variant, cubin)
         return [made[variant] for variant in variants]
+
+    def with_ptx(self, variants: Sequence[Variant]) -> list[tuple[Cubin, str]]:
+        """As `cubins`, compiled anew, each beside its PTX."""
+        distinct = list(dict.fromkeys(variants))
+        with tempfile.TemporaryDirectory(prefix="llmc-triton-") as folder:
+            made = dict(self._compile(distinct, folder, lambda left: None))
+        for variant, success in made.items():
+            _check_memory(variant, success.cubin)
+        return [(made[variant].cubin, made[variant].ptx) for variant in variants]
 
     def _key(self, variant: Variant) -> str:
         return variant.key(_CACHE_FORMAT, self.version, str(PTX_VERSION), str(FP_FUSION))
@@ -92,10 +97,10 @@ class CudaCompiler:
 
     def _compile(
         self, variants: Sequence[Variant], folder: str, left: Callable[[int], None]
-    ) -> list[tuple[Variant, Cubin]]:
+    ) -> list[tuple[Variant, Success]]:
         """Each worker takes the next variant when it has answered; `left` is told how many are not complete."""
         waiting = iter(variants)  # shared: each takes what is next
-        made: list[tuple[Variant, Cubin]] = []
+        made: list[tuple[Variant, Success]] = []
 
         def drive() -> None:
             with _worker(folder) as worker:
@@ -132,7 +137,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
 
-    def compile(self, variant: Variant) -> Cubin:
+    def compile(self, variant: Variant) -> Success:
         """Raises EnvironmentFault with what went wrong."""
         requests, answers = self.process.stdin, self.process.stdout
         assert requests is not None
@@ -150,12 +155,20 @@ class _Worker:
             raise EnvironmentFault(
                 f"{_about(variant)}: {reason[-600:]}; this is a defect of llmc or of Triton, please report it"
             )
-        return result.cubin
+        return result
 
     def _last_words(self) -> str:
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.wait()}; memory may be short"
+
+
+def _check_memory(variant: Variant, cubin: Cubin) -> None:
+    if cubin.shared > (most := SHARED_MEMORY[variant.sm]):
+        raise UnsupportedError(
+            f"kernel {variant.kernel} needs {cubin.shared} bytes of shared memory, a block on sm_{variant.sm} "
+            f"has {most}: its tactics must name smaller tiles or fewer stages"
+        )
 
 
 def _about(variant: Variant) -> str:

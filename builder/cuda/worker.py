@@ -33,9 +33,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Success(msgspec.Struct, frozen=True, tag=True):
-    """What it made."""
+    """What it made, and the PTX that it was made of."""
 
     cubin: Cubin
+    ptx: str
 
 
 def read(stream: IO[bytes]) -> bytes | None:
@@ -54,7 +55,7 @@ def write(stream: IO[bytes], data: bytes) -> None:
     stream.flush()
 
 
-def compile_variant(variant: Variant) -> Cubin:
+def compile_variant(variant: Variant) -> Success:
     """Compiles with Triton, which raises what it likes."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -76,7 +77,7 @@ def compile_variant(variant: Variant) -> Cubin:
     }
     made = triton.compile(source, target=GPUTarget("cuda", variant.sm, 32), options=options)
     about = made.metadata
-    return Cubin(
+    cubin = Cubin(
         code=made.asm["cubin"],
         entry=about.name,
         num_warps=about.num_warps,
@@ -86,6 +87,7 @@ def compile_variant(variant: Variant) -> Cubin:
         scratch=about.global_scratch_size,
         scratch_alignment=about.global_scratch_align,
     )
+    return Success(cubin, made.asm["ptx"])
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def main() -> None:
     while (request := read(sys.stdin.buffer)) is not None:
         variant = msgspec.msgpack.decode(request, type=Variant)
         try:
-            answer: Success | Failure = Success(compile_variant(variant))
+            answer: Success | Failure = compile_variant(variant)
         except Exception as error:
             answer = Failure(f"{type(error).__name__}: {error}")
         write(answers, msgspec.msgpack.encode(answer))

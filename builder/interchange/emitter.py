@@ -4,7 +4,7 @@ constants. Must not know: llmc's operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmc.artifacts.types import Dim, TensorType
 
+#: The domain of operators that ONNX has not.
+DOMAIN = "llmc"
 #: dtype of a graph -> ONNX's element type.
 ELEMENTS = {
     "f32": TensorProto.FLOAT,
     "bf16": TensorProto.BFLOAT16,
     "f16": TensorProto.FLOAT16,
     "f8e4m3": TensorProto.FLOAT8E4M3FN,
+    "u4": TensorProto.UINT4,
+    "u8": TensorProto.UINT8,
+    "i8": TensorProto.INT8,
     "i32": TensorProto.INT32,
     "i64": TensorProto.INT64,
     "bool": TensorProto.BOOL,
@@ -26,10 +31,10 @@ ELEMENTS = {
 
 
 class Emitter:
-    """Nodes in order. `types` has every value of llmc's graph by its name, which it keeps in ONNX."""
+    """Nodes in order. `types` has every value of llmc's graph by its name, which it keeps in ONNX. `tp`: ranks."""
 
-    def __init__(self, types: Mapping[str, TensorType]) -> None:
-        self.types = types
+    def __init__(self, types: Mapping[str, TensorType], tp: int = 1) -> None:
+        self.types, self.tp = types, tp
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}
         self._count = 0
@@ -53,7 +58,7 @@ class Emitter:
             self.constants[name] = numpy_helper.from_array(array, name)
         return name
 
-    def integers(self, values: Sequence[int]) -> str:
+    def integers(self, values: Iterable[int]) -> str:
         """i64[n]: a shape, axes, bounds of slices."""
         return self.constant(list(values), "i64")
 

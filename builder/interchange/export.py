@@ -1,13 +1,13 @@
-"""Writes an ONNX model and its weights: from a checkpoint's compiled graph, or from a finished plan.
+"""Writes an ONNX model and its weights for each rank: from a checkpoint's compiled graphs, or from a finished plan.
 
-Comes in: a `Plan`, or graph and source of weights. Goes out: two files. Must not know: the command line. Weights go
-from file to file a block (from a plan: a tensor) at a time; no more of the model is ever held.
+Comes in: a `Plan`, or graphs and source of weights. Goes out: two files a rank. Must not know: the command line.
+Weights go from file to file a block (from a plan: a tensor) at a time; no more of the model is ever held.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,13 @@ import onnx
 
 from llmc.artifacts.files import disk_errors, temporary_beside
 from llmc.artifacts.plan import Plan
+from llmc.builder.interchange.files import rank_path
 from llmc.builder.interchange.model import onnx_model
 from llmc.builder.ir import Graph
-from llmc.builder.plan_weights import PlanWeights
+from llmc.builder.plan_weights import PlanWeights, plan_weights
+from llmc.builder.weights.pack import pack_nibbles
 from llmc.builder.weights.placement import Member
+from llmc.builder.weights.recipe import Nibbles, parse
 from llmc.builder.weights.stream import Shaped, Sink, write_weights
 
 
@@ -33,26 +36,37 @@ class Exported:
     weights: Path
 
 
-def export_graph(graph: Graph, kv_dtype: str, block_size: int, source: Shaped, out: Path) -> Exported:
+def export_graphs(
+    graphs: Sequence[Graph], kv_dtype: str, block_size: int, source: Shaped, out: Path
+) -> tuple[Exported, ...]:
     """Weights are made of the checkpoint, as their recipes say. Raises LlmcError."""
-    return _write(graph, kv_dtype, block_size, out, lambda member, sink: write_weights(member, source, sink))
+    write = lambda member, sink: write_weights(member, source, sink)  # noqa: E731
+    return tuple(_write(g, kv_dtype, block_size, rank_path(out, g.rank, g.tp), write) for g in graphs)
 
 
-def export_plan(plan: Plan, out: Path) -> Exported:
+def export_plan(plan: Plan, out: Path) -> tuple[Exported, ...]:
     """Weights are those of the plan, rounded and calibrated. Raises PlanError for a plan of a target whose weights are
     not those of the cpu target, UnsupportedError for an operator without ONNX form.
     """
-    stored = PlanWeights(plan)
+    return tuple(_export_rank(stored, out) for stored in plan_weights(plan))
 
+
+def _export_rank(stored: PlanWeights, out: Path) -> Exported:
     def write(member: Member, sink: Sink) -> None:
         written = 0
         for placement in member.placements:
-            value = np.ascontiguousarray(stored.read(placement.recipe))
+            recipe = parse(placement.recipe)
+            if isinstance(recipe, Nibbles):
+                value = pack_nibbles(stored.read(str(recipe.source)))
+            else:
+                value = stored.read(placement.recipe)
             sink.write(bytes(placement.offset - written))
-            sink.write(value.reshape(-1).view(np.uint8).data)
+            sink.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             written = placement.offset + value.nbytes
 
-    return _write(stored.graph, stored.kv_dtype, stored.profile.block_size, out, write)
+    graph = stored.graph
+    path = rank_path(out, graph.rank, graph.tp)
+    return _write(graph, stored.kv_dtype, stored.profile.block_size, path, write)
 
 
 def _write(

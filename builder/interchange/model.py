@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 from llmc.artifacts import VERSION
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import Dim, TensorType
-from llmc.builder.interchange.emitter import ELEMENTS, Emitter
-from llmc.builder.interchange.operators import DOMAIN, DOMAIN_VERSION, OPSET, TRANSLATIONS, cache_names
+from llmc.builder.interchange.emitter import DOMAIN, ELEMENTS, Emitter
+from llmc.builder.interchange.operators import DOMAIN_VERSION, OPSET, TRANSLATIONS, cache_names
 from llmc.builder.ir import Graph, Node
 from llmc.builder.weights.placement import ALIGN, Member, Placement
 
@@ -33,7 +33,7 @@ class OnnxModel:
 def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> OnnxModel:
     """Raises UnsupportedError naming every operator without translation, and a module that uses it."""
     _check(graph)
-    e = Emitter(graph.types())
+    e = Emitter(graph.types(), graph.tp)
     weights, initializers = _weights(graph, location)
     for node in graph:
         if node.op in ("input", "param"):
@@ -64,8 +64,6 @@ def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> O
 
 
 def _check(graph: Graph) -> None:
-    if graph.tp != 1:
-        raise UnsupportedError(f"ONNX holds one rank, and this graph is rank {graph.rank} of {graph.tp}; build at tp 1")
     stuck: dict[str, str] = {}
     for node in graph:
         if node.op not in TRANSLATIONS and node.op not in ("input", "param", "const"):
@@ -84,18 +82,32 @@ def _weights(graph: Graph, location: str) -> tuple[Member, list[onnx.TensorProto
         if node.type.dtype not in ELEMENTS:
             raise UnsupportedError(f"{node.path}: a weight in {node.type.dtype} has no ONNX form here")
         offset = -(-end // ALIGN) * ALIGN
-        placements.append(Placement(node.attrs.recipe, node.type, offset, node.path))
-        tensors.append(_external(node, location, offset))
-        end = offset + node.type.nbytes()
+        recipe, kind, element = _stored(node)
+        placements.append(Placement(recipe, kind, offset, node.path))
+        tensors.append(_external(node, element, location, offset, kind.nbytes()))
+        end = offset + kind.nbytes()
     return Member(tuple(placements), end), tensors
 
 
-def _external(node: Node, location: str, offset: int) -> onnx.TensorProto:
+def _stored(node: Node) -> tuple[str, TensorType, str]:
+    """Recipe and type of the bytes of a parameter, and its dtype in ONNX. Of 4-bit numbers ONNX has two in a byte, over
+    the ends of rows: where rows are odd, as those of zero points may be, they are a byte each, and cast where they are
+    read.
+    """
+    recipe, kind = node.attrs.recipe, node.type
+    if kind.dtype != "u4":
+        return recipe, kind, kind.dtype
+    if int(kind.shape[-1]) % 2:
+        return recipe, kind, "u8"
+    return f"nibbles({recipe})", TensorType("u8", (*kind.shape[:-1], int(kind.shape[-1]) // 2)), "u4"
+
+
+def _external(node: Node, element: str, location: str, offset: int, nbytes: int) -> onnx.TensorProto:
     tensor = TensorProto()
-    tensor.name, tensor.data_type = node.out, ELEMENTS[node.type.dtype]
+    tensor.name, tensor.data_type = node.out, ELEMENTS[element]
     tensor.dims[:] = [int(d) for d in node.type.shape]
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", offset), ("length", node.type.nbytes())):
+    for key, value in (("location", location), ("offset", offset), ("length", nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 

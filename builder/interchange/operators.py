@@ -1,9 +1,8 @@
 """llmc's operators in ONNX's: a translation each. Comes in: a `Node`, an `Emitter`. Goes out: the results' names. Must
 not know: files, weights' values.
 
-What reads or writes the paged cache is an operator of the domain `llmc` (reference.py has what they compute);
-everything else is made of standard operators of opset 21. FP8 is Q/DQ: weights E4M3 with a scale a row, inputs E4M3 by
-a constant scale or by each token's largest magnitude / 448.
+What reads or writes the paged cache, and the sum over ranks, are operators of the domain `llmc` (reference.py has what
+they compute); everything else is made of standard operators of opset 21.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from llmc.artifacts.types import FP8_MAX
-from llmc.builder.interchange.elementwise import apply, formula
-from llmc.builder.interchange.emitter import Emitter
+from llmc.builder.interchange import products, row_programs
+from llmc.builder.interchange.elementwise import formula
+from llmc.builder.interchange.emitter import DOMAIN, Emitter
 from llmc.builder.ir import Node
 
-DOMAIN, DOMAIN_VERSION, OPSET = "llmc", 1, 21
+DOMAIN_VERSION, OPSET = 1, 21
 #: Arrays of a step that the cache's operators take, in this order, behind the layer's keys and values.
 STEP_INPUTS = ("query_start", "context_len", "block_tables")
 #: Operators of the cache -> their name in the domain, and whether they write it.
@@ -58,48 +57,6 @@ def _attributes(attrs: Any) -> dict[str, Any]:
     return found
 
 
-def _linear(e: Emitter, node: Node) -> list[str]:
-    a, (x, w, *rest) = node.attrs, node.inputs
-    kind = e.types[w].dtype
-    if kind not in ("f32", "bf16", "f8e4m3") or a.all_reduce:
-        raise ValueError(f"a weight in {kind}{', summed over ranks,' * a.all_reduce} has no ONNX form here")
-    if kind == "f8e4m3":
-        x = _quantized(e, x, a.x_scale, a.x_per_token)
-        weight = e.op("DequantizeLinear", w, rest.pop(0), axis=0)
-    else:
-        weight = e.float32(w)
-    y = e.op("Gemm", x, weight, *rest, transB=1)
-    activation, gate, _ = a.epilogue.partition("_gate")
-    if gate:
-        size = int(e.types[w].shape[0]) // 2
-        return [e.op("Mul", apply(e, activation, e.slice(y, 1, 0, size)), e.slice(y, 1, size, 2 * size))]
-    return [y if activation == "none" else apply(e, activation, y)]
-
-
-def _quantized(e: Emitter, x: str, scale: float | None, per_token: bool) -> str:
-    """x as E4M3 holds it."""
-    zero = e.constant(0.0, "f8e4m3")
-    if per_token:
-        most = e.op("ReduceMax", e.op("Abs", x), e.integers([1]), keepdims=0)
-        by = e.op("Div", most, e.constant(FP8_MAX, "f32"))
-        by = e.op("Where", e.op("Equal", most, e.constant(0.0, "f32")), e.constant(1.0, "f32"), by)
-        zeros = e.op("Expand", zero, e.op("Shape", by))
-        return e.op("DequantizeLinear", e.op("QuantizeLinear", x, by, zeros, axis=0), by, axis=0)
-    if scale is None:
-        return x
-    constant = e.constant(scale, "f32")
-    return e.op("DequantizeLinear", e.op("QuantizeLinear", x, constant, zero), constant)
-
-
-def _head_linear(e: Emitter, node: Node) -> list[str]:
-    x, w = node.inputs
-    heads, size, depth = (int(d) for d in e.types[w].shape)
-    split = e.reshape(x, ("T", heads, int(e.types[x].shape[1]) // heads))
-    own = e.op("Transpose", e.slice(split, 2, node.attrs.start, node.attrs.start + depth), perm=[1, 0, 2])
-    y = e.op("MatMul", own, e.op("Transpose", e.float32(w), perm=[0, 2, 1]))
-    return [e.reshape(e.op("Transpose", y, perm=[1, 0, 2]), ("T", heads * size))]
-
-
 def _embedding(e: Emitter, node: Node) -> list[str]:
     rows = e.op("Gather", node.inputs[1], node.inputs[0])
     return [rows if e.types[node.inputs[1]].dtype == "f32" else e.cast(rows, "f32")]
@@ -123,6 +80,17 @@ def _layer_norm(e: Emitter, node: Node) -> list[str]:
     total = e.op("Add", x, *residual) if residual else x
     y = e.op("LayerNormalization", total, w, b, epsilon=node.attrs.eps)
     return [total, y] if residual else [y]
+
+
+def _all_reduce(e: Emitter, node: Node) -> list[str]:
+    return [products.all_reduce(e, node.inputs[0])]
+
+
+def _mean_squares(e: Emitter, node: Node) -> list[str]:
+    sums = [e.op("ReduceSumSquare", x, e.integers([1]), keepdims=1) for x in node.inputs]
+    widths = [e.constant(float(width), "f32") for width in node.attrs.widths]
+    means = [e.op("Div", total, width) for total, width in zip(sums, widths, strict=True)]
+    return [e.op("Concat", *means, axis=1)]
 
 
 def _pointwise(e: Emitter, node: Node) -> list[str]:
@@ -163,8 +131,12 @@ def _slice(e: Emitter, node: Node) -> list[str]:
 #: Operator -> its translation, which raises ValueError for a form that it does not have.
 TRANSLATIONS: dict[str, Callable[[Emitter, Node], list[str]]] = {
     **dict.fromkeys(CACHE, cache_operator),
-    "linear": _linear,
-    "head_linear": _head_linear,
+    "linear": products.linear,
+    "head_linear": products.head_linear,
+    "grouped_linear": products.grouped_linear,
+    "all_reduce": _all_reduce,
+    "mean_squares": _mean_squares,
+    "rowwise": row_programs.rowwise,
     "embedding": _embedding,
     "select_rows": _select_rows,
     "rms_norm": _rms_norm,

@@ -2,26 +2,39 @@
 
     ReferenceEvaluator("model.onnx", new_ops=reference_operators())
 
-Comes in: nothing. Goes out: classes. Must not know: files, graphs.
+Comes in: how partial results are summed over ranks. Goes out: classes. Must not know: files, graphs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from onnx import helper
 from onnx.reference.op_run import OpRun
 
-from llmc.builder.interchange.operators import CACHE, DOMAIN
+from llmc.builder.interchange.emitter import DOMAIN
+from llmc.builder.interchange.operators import CACHE
 from llmc.plugins import OPERATORS
 from llmc.plugins.operator import KVCache, Operator, StepContext
 
 
-def reference_operators() -> list[type[OpRun]]:
-    """One class for each operator of the domain."""
-    return [_operator(name, OPERATORS[op], writes) for op, (name, writes) in CACHE.items()]
+def _alone(partial: np.ndarray) -> np.ndarray:
+    raise ValueError("the model is one rank of several: give reference_operators the sum over all of them")
+
+
+def reference_operators(all_reduce: Callable[[np.ndarray], np.ndarray] = _alone) -> list[type[OpRun]]:
+    """One class for each operator of the domain. `all_reduce(partial) -> sum over ranks` meets the other ranks, whose
+    models are evaluated at the same time, in the order of the graph.
+    """
+
+    def reduce(self: OpRun, partial: np.ndarray, **_: Any) -> tuple[np.ndarray]:
+        return (all_reduce(partial),)
+
+    summed = type("AllReduce", (OpRun,), {"op_domain": DOMAIN, "_run": reduce})
+    return [summed, *(_operator(name, OPERATORS[op], writes) for op, (name, writes) in CACHE.items())]
 
 
 def _operator(name: str, operator: Operator, writes: bool) -> type[OpRun]:

@@ -20,14 +20,16 @@ _DTYPES = {"f32": "FLOAT", "bf16": "BF16", "f8e4m3": "FP8", "i32": "INT32"}
 
 
 class Emitter:
-    """`values` has the tensor of each value of llmc's graph. Arrays that layers read are kept as long as this is.
+    """`values` has the tensor of each value of llmc's graph, `outputs` what the network gives beside the graph's own
+    results, by name. Arrays that layers read are kept as long as this is.
 
     Matrix products and attention are in bf16 (FP8 where both sides are), everything else in f32.
     """
 
-    def __init__(self, trt: Any, network: Any, types: Mapping[str, TensorType]) -> None:
-        self.trt, self.network, self.types = trt, network, types
+    def __init__(self, trt: Any, network: Any, types: Mapping[str, TensorType], tp: int = 1) -> None:
+        self.trt, self.network, self.types, self.tp = trt, network, types, tp
         self.values: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
         self._kept: list[Any] = []
 
     def dtype(self, name: str) -> Any:
@@ -50,7 +52,7 @@ class Emitter:
         return x if x.dtype == self.dtype(dtype) else self.network.add_cast(x, self.dtype(dtype)).get_output(0)
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """-1 stands for the one size that is not known."""
+        """-1 stands for the one size that is not known, 0 for that of the same axis of x."""
         layer = self.network.add_shuffle(x)
         layer.reshape_dims = tuple(shape)
         return layer.get_output(0)
@@ -68,7 +70,7 @@ class Emitter:
         return layer.get_output(0)
 
     def gather(self, table: Any, rows: Any) -> Any:
-        """Rows of a table."""
+        """Rows of a table: its first axis gives way to those of `rows`."""
         return self.network.add_gather(table, rows, 0).get_output(0)
 
     def last_columns(self, x: Any, start: int, stop: int) -> Any:
@@ -79,6 +81,23 @@ class Emitter:
     def mean(self, x: Any) -> Any:
         """Over the last axis, which stays as 1."""
         return self.network.add_reduce(x, self.trt.ReduceOperation.AVG, 1 << (len(x.shape) - 1), True).get_output(0)
+
+    def plugin(self, plugin: Any, inputs: Sequence[Any], results: int) -> list[Any]:
+        """The results of a plug-in that was compiled ahead of time."""
+        layer = self.network.add_plugin(plugin(*inputs), aot=True)
+        return [layer.get_output(i) for i in range(results)]
+
+    def all_reduce(self, x: Any) -> Any:
+        """The sum over all ranks, which the communicator of the execution context joins."""
+        kind, add = self.trt.CollectiveOperation.ALL_REDUCE, self.trt.ReduceOperation.SUM
+        no_root, all_ranks = -1, np.zeros(0, np.int64)
+        layer = self.network.add_dist_collective(x, kind, add, no_root, all_ranks)
+        layer.num_ranks = self.tp
+        return layer.get_output(0)
+
+    def binary(self, kind: str, left: Any, right: Any) -> Any:
+        """TensorRT's elementwise operation of that name, of operands of one rank."""
+        return self.network.add_elementwise(left, right, getattr(self.trt.ElementWiseOperation, kind)).get_output(0)
 
     def apply(self, name: str, *operands: Any) -> Any:
         """An elementwise function of f32 operands of any rank. Raises ValueError for one without a layer."""
@@ -97,8 +116,7 @@ class Emitter:
         if name in _BINARY:
             rank = max(len(x.shape) for x in operands)
             left, right = (self._widened(x, rank) for x in operands)
-            kind = getattr(self.trt.ElementWiseOperation, _BINARY[name])
-            return self.network.add_elementwise(left, right, kind).get_output(0)
+            return self.binary(_BINARY[name], left, right)
         raise ValueError(f"the function {name} has no TensorRT layer here")
 
     def _widened(self, x: Any, rank: int) -> Any:

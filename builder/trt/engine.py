@@ -1,19 +1,34 @@
-"""From a fused graph to a serialized TensorRT engine of its decode step. Comes in: graph, weights by recipe, the most
-sequences and the longest context, an SM. Goes out: `TrtEngine`. Must not know: files, how the engine is run.
+"""From a fused graph to a serialized TensorRT engine. Comes in: graph, weights by recipe, a shape profile, an SM. Goes
+out: `TrtEngine`. Must not know: files, how the engine is run.
+
+One network, strongly typed, with two optimization profiles: number 0 for decode steps, number 1 for steps of any
+mixture (steps.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError
+from llmc.artifacts.schema import ShapeProfile
+from llmc.artifacts.types import NUMPY_DTYPES, Dim
 from llmc.builder.ir import Graph, Node
 from llmc.builder.trt.emitter import Emitter
 from llmc.builder.trt.operators import LAYERS
+from llmc.builder.trt.steps import shapes, step_ranges
+
+Layer = Callable[[Emitter, Node], list[Any]]
+
+
+class Cache(Protocol):
+    """How a network keeps keys and values: linear_cache.py, paged_cache.py."""
+
+    inputs: dict[str, tuple[str, tuple[Dim, ...]]]
+    layers: Mapping[str, Layer]
 
 
 @dataclass(frozen=True)
@@ -25,92 +40,113 @@ class TrtEngine:
 
 
 def build_engine(
-    trt: Any, graph: Graph, weights: Callable[[str], np.ndarray], max_sequences: int, max_context: int, sm: int
+    trt: Any, graph: Graph, weights: Callable[[str], np.ndarray], cache: Cache, profile: ShapeProfile, sm: int
 ) -> TrtEngine:
     """`trt` is TensorRT's module. Raises UnsupportedError naming every operator without layers, EnvironmentFault where
     this TensorRT cannot build for the SM.
     """
-    _check(graph)
-    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    layers = {**LAYERS, **cache.layers}
+    _check(graph, layers)
+    builder = _builder(trt)
+    config = _config(trt, builder, sm)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    e = Emitter(trt, network, graph.types())
-    shapes = _inputs(e, graph, max_context)
+    e = Emitter(trt, network, graph.types(), graph.tp)
+    inputs = _inputs(e, graph, cache)
     for node in graph:
         if node.op != "input":
             before = network.num_layers
-            _add(e, node, weights)
+            _add(e, node, layers, weights)
             for index in range(before, network.num_layers):
                 network.get_layer(index).name = f"{node.op} {node.path or node.out} {index}"
     _outputs(e, graph)
-    config = _config(trt, builder, sm)
-    profile = builder.create_optimization_profile()
-    for name, shape in shapes.items():
-        profile.set_shape(name, *((n, *shape) for n in (1, min(8, max_sequences), max_sequences)))
-    config.add_optimization_profile(profile)
+    for ranges in step_ranges(profile):
+        optimization = builder.create_optimization_profile()
+        for name, dims in inputs.items():
+            optimization.set_shape(name, *shapes(dims, ranges))
+        config.add_optimization_profile(optimization)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise UnsupportedError(f"{graph.name}: TensorRT {trt.__version__} built no engine of this network")
-    layers = [network.get_layer(index) for index in range(network.num_layers)]
-    return TrtEngine({layer.name: layer.type.name for layer in layers}, bytes(engine))
+    made = [network.get_layer(index) for index in range(network.num_layers)]
+    return TrtEngine({layer.name: layer.type.name for layer in made}, bytes(engine))
 
 
-def _check(graph: Graph) -> None:
-    if graph.tp != 1:
-        raise UnsupportedError(f"TensorRT engines hold one rank here, and this is rank {graph.rank} of {graph.tp}")
-    stuck = {n.op: n.path for n in reversed(graph.nodes) if n.op not in (*LAYERS, "input", "param")}
+def _check(graph: Graph, layers: Mapping[str, Layer]) -> None:
+    stuck = {n.op: n.path for n in reversed(graph.nodes) if n.op not in (*layers, "input", "param", "const")}
     if stuck:
         places = "; ".join(f"{op} (in {path})" for op, path in sorted(stuck.items()))
         raise UnsupportedError(f"no TensorRT layers for these operators: {places}")
 
 
-def _inputs(e: Emitter, graph: Graph, max_context: int) -> dict[str, tuple[int, ...]]:
-    """Adds the step's arrays and caches; name -> shape without the first axis, the number of sequences."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def _inputs(e: Emitter, graph: Graph, cache: Cache) -> dict[str, tuple[Dim, ...]]:
+    """Adds the step's arrays and the cache; name -> shape. Sizes that are the same in all of them have one name: else
+    TensorRT takes each for another.
+    """
+    found: dict[str, tuple[Dim, ...]] = {}
 
-    def add(value: str, name: str, dtype: str, *shape: int) -> None:
-        shapes[name] = shape
-        e.values[value] = e.network.add_input(name, e.dtype(dtype), (-1, *shape))
+    def add(name: str, dtype: str, dims: tuple[Dim, ...]) -> Any:
+        found[name] = dims
+        tensor = e.network.add_input(name, e.dtype(dtype), tuple(-1 if isinstance(d, str) else d for d in dims))
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, str):
+                tensor.set_dimension_name(axis, dim)
+        return tensor
 
     for node in graph:
         if node.op == "input":
-            add(node.out, node.attrs.name, "i32")
-    add("context_len", "context_len", "i32")
-    add("write_indices", "write_indices", "i32")
-    for node in graph:
-        if node.op == "rope_cache":
-            for name in ("keys", "values"):
-                cache = f"{name}.{node.attrs.layer}"
-                add(cache, cache, "bf16", node.attrs.kv_heads, max_context, node.attrs.head_dim)
-    return shapes
+            e.values[node.out] = e.values[node.attrs.name] = add(node.attrs.name, "i32", node.type.shape)
+    for name, (dtype, dims) in cache.inputs.items():
+        if name not in found:
+            e.values[name] = add(name, dtype, dims)
+    return found
 
 
-def _add(e: Emitter, node: Node, weights: Callable[[str], np.ndarray]) -> None:
-    if node.op == "param":
-        e.values[node.out] = e.constant(weights(node.attrs.recipe), node.type.dtype)
+def _add(e: Emitter, node: Node, layers: Mapping[str, Layer], weights: Callable[[str], np.ndarray]) -> None:
+    if node.op in ("param", "const"):
+        shape = [int(d) for d in node.type.shape]
+        value = weights(node.attrs.recipe) if node.op == "param" else np.array(node.attrs.values).reshape(shape)
+        e.values[node.out] = e.constant(value.astype(NUMPY_DTYPES[node.type.dtype]), node.type.dtype)
         return
     try:
-        e.values |= zip(node.outputs, LAYERS[node.op](e, node), strict=True)
+        e.values |= zip(node.outputs, layers[node.op](e, node), strict=True)
     except ValueError as error:
         raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error
 
 
 def _outputs(e: Emitter, graph: Graph) -> None:
     (logits,) = graph.outputs
-    caches = [name for name in e.values if name.startswith(("keys.", "values.")) and name.endswith(".out")]
-    for name, value in ((n, e.values[n]) for n in (logits, *caches)):
-        value.name = "logits" if name == logits else name
-        e.network.mark_output(value)
+    for name, tensor in {"logits": e.values[logits], **e.outputs}.items():
+        tensor.name = name
+        e.network.mark_output(tensor)
+
+
+def _builder(trt: Any) -> Any:
+    """TensorRT itself needs the GPU for its builder, and says so in many ways where there is none."""
+    try:
+        builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    except (TypeError, RuntimeError) as error:
+        builder, reason = None, f" ({error})"
+    else:
+        reason = ""
+    if builder is None:
+        raise EnvironmentFault(
+            f"TensorRT {trt.__version__} made no builder{reason}: it needs a GPU and its driver. Without them, pip "
+            "install tensorrt-rtx builds for sm_89 and sm_120, --target cuda:sm_90 builds for any GPU, and "
+            "`llmc export --onnx` writes the graph for other builders"
+        )
+    return builder
 
 
 def _config(trt: Any, builder: Any, sm: int) -> Any:
     """TensorRT builds for the GPU at hand, TensorRT-RTX for any that it knows."""
     config = builder.create_builder_config()
+    if hasattr(trt, "plugin"):
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if hasattr(trt, "ComputeCapability"):
-        name = f"SM{sm}"
-        if not hasattr(trt.ComputeCapability, name):
-            raise EnvironmentFault(
-                f"sm_{sm}: TensorRT-RTX {trt.__version__} does not build for it; sm_89 and sm_120 do"
-            )
+        known = sorted(int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+        if sm not in known:
+            others = ", ".join(f"sm_{number}" for number in known)
+            raise EnvironmentFault(f"sm_{sm}: TensorRT-RTX {trt.__version__} does not build for it, but for {others}")
         config.num_compute_capabilities = 1
-        config.set_compute_capability(getattr(trt.ComputeCapability, name), 0)
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
     return config

@@ -15,10 +15,13 @@ MODULES = ("tensorrt", "tensorrt_rtx")
 
 
 def tensorrt_module() -> Any:
-    """The first that is installed."""
+    """The first that is installed; TensorRT itself has its plug-ins in `plugin`."""
     for name in MODULES:
         if importlib.util.find_spec(name) is not None:
-            return import_module(name)
+            module = import_module(name)
+            if name == "tensorrt":
+                import_module("tensorrt.plugin")
+            return module
     raise EnvironmentFault(
         "TensorRT is not installed: pip install tensorrt (needs NVIDIA's package index), or pip install tensorrt-rtx "
         "for GPUs of sm_89 and sm_120. Without it, --target cuda:sm_90 builds for the same GPUs, and "

@@ -42,9 +42,13 @@ def pack_panels(value: np.ndarray, width: int, *, gated: bool = False) -> np.nda
 
 
 def unpack_panels(packed: np.ndarray, shape: tuple[int, ...], *, gated: bool = False) -> np.ndarray:
-    """What `pack_panels` was given: [N, K], [E, N, K] or [N] of f32, bf16 or f8e4m3."""
+    """What `pack_panels` was given: [N, K], [E, N, K] or [N], of which 4-bit numbers are packed as u8."""
     if len(shape) == 3:
         return np.stack([unpack_panels(panels, shape[1:], gated=gated) for panels in packed])
+    if packed.dtype == np.uint8:
+        return _by_rows(_unpacked_nibbles(packed), shape, gated).view(NUMPY_DTYPES["u4"])
+    if packed.dtype == NUMPY_DTYPES["i8"]:
+        return _by_rows(_unpacked_pairs(packed)[..., : shape[1]], shape, gated)
     width = packed.shape[-1]
     rows, missing = _rows(shape[0], width, gated)
     if packed.dtype == NUMPY_DTYPES["f8e4m3"]:
@@ -67,11 +71,25 @@ def _rows(count: int, width: int, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.where(missing, 0, rows), missing
 
 
+def _by_rows(panels: np.ndarray, shape: tuple[int, ...], gated: bool) -> np.ndarray:
+    """[panels, width, K] -> [N, K]."""
+    rows, missing = _rows(shape[0], panels.shape[1], gated)
+    value = np.empty(shape, panels.dtype)
+    value[rows[~missing]] = panels[~missing]
+    return value
+
+
 def _pairs(panels: np.ndarray) -> np.ndarray:
     """i8[panels, width, K] -> i8[panels, K / 2, width * 2]."""
     count, width, columns = panels.shape
     whole = np.pad(panels, ((0, 0), (0, 0), (0, columns % 2))).reshape(count, width, -1, 2)
     return np.ascontiguousarray(whole.swapaxes(1, 2)).reshape(count, -1, 2 * width)
+
+
+def _unpacked_pairs(packed: np.ndarray) -> np.ndarray:
+    """i8[panels, K / 2, width * 2] -> i8[panels, width, K], with the zero behind an odd K."""
+    count, halves, both = packed.shape
+    return packed.reshape(count, halves, both // 2, 2).swapaxes(1, 2).reshape(count, both // 2, 2 * halves)
 
 
 def _nibbles(panels: np.ndarray) -> np.ndarray:
@@ -81,6 +99,13 @@ def _nibbles(panels: np.ndarray) -> np.ndarray:
     parts = panels.reshape(count, width // 64, 4, 2, 8, columns)
     both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4
     return np.ascontiguousarray(both.transpose(0, 4, 1, 3, 2)).reshape(count, columns, width // 2)
+
+
+def _unpacked_nibbles(packed: np.ndarray) -> np.ndarray:
+    """u8[panels, K, width / 2] -> u8[panels, width, K] of numbers below 16."""
+    count, columns, half = packed.shape
+    both = packed.reshape(count, columns, half // 32, 8, 4).transpose(0, 2, 4, 3, 1)
+    return np.stack([both & 15, both >> 4], axis=3).reshape(count, 2 * half, columns)
 
 
 def pack_nibbles(value: np.ndarray) -> np.ndarray:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from llmc.artifacts.plan import Plan
-from llmc.builder.interpreter import Batch
+from llmc.builder.interpreter import Batch, Exchange
 from llmc.builder.page.render import lower_plan
 from llmc.cli import main
 from llmc.runtime.engine import Engine
@@ -27,16 +30,21 @@ def llmc(*arguments: object) -> str:
     return result.output
 
 
-def greedy(model: Path, plan: Path, prompts: tuple[list[int], ...], count: int) -> list[list[int]]:
-    """The tokens that the evaluator answers with, all prompts in one batch."""
+def greedy(models: list[Path], plan: Path, prompts: tuple[list[int], ...], count: int) -> list[list[int]]:
+    """The tokens that the evaluator answers with, all prompts in one batch, the ranks side by side."""
     opened = lower_plan(Plan.open(plan))
     capacities = [len(prompt) + count for prompt in prompts]
-    batch = Batch(opened.programs[0].graph, capacities, opened.profile.block_size, kv_dtype=opened.kv_dtype)
-    steps, answers = OnnxSteps(model), [list[int]() for _ in prompts]
+    exchange = Exchange(len(models), 60)
+    ranks = [OnnxSteps(model, partial(exchange.all_reduce, rank)) for rank, model in enumerate(models)]
+    graphs, size = [program.graph for program in opened.programs], opened.profile.block_size
+    batches = [Batch(graph, capacities, size, kv_dtype=opened.kv_dtype) for graph in graphs]
+    answers = [list[int]() for _ in prompts]
     fed: list[list[int]] = [list(prompt) for prompt in prompts]
     for _ in range(count):
-        logits = steps.run(*batch.step(fed))
-        fed = [[int(row.argmax())] for row in logits]
+        steps = [batch.step(fed) for batch in batches]
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            columns = list(pool.map(lambda rank, step: rank.run(*step), ranks, steps))
+        fed = [[int(row.argmax())] for row in np.concatenate(columns, axis=1)]
         for answer, (token,) in zip(answers, fed, strict=True):
             answer.append(token)
     return answers
@@ -48,16 +56,21 @@ def answered(plan: Path, prompts: tuple[list[int], ...], count: int) -> list[lis
         return [list(a.token_ids) for a in engine.generate([list(p) for p in prompts], params)]
 
 
-@pytest.mark.parametrize("options", [("--dtype", "fp32"), ("--fp8",)], ids=["fp32", "fp8"])
+@pytest.mark.parametrize(
+    "options", [("--dtype", "fp32"), ("--fp8",), ("--dtype", "fp32", "--tp", "2")], ids=["fp32", "fp8", "tp 2"]
+)
 def test_a_plan_exports_the_weights_that_it_serves(options: tuple[str, ...], tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", "llama")
     plan, model = tmp_path / "engine.plan", tmp_path / "model.onnx"
     llmc("build", "--model", folder, *options, "--no-evaluate", "-o", plan)
     assert "nodes" in llmc("export", "--onnx", plan, "-o", model)
-    assert greedy(model, plan, PROMPTS, NEW_TOKENS) == answered(plan, PROMPTS, NEW_TOKENS)
-    if options == ("--dtype", "fp32"):  # whose weights are the checkpoint's own
-        llmc("export", "--onnx", folder, *options, "-o", tmp_path / "own.onnx")
-        assert (tmp_path / "own.onnx.data").read_bytes() == (tmp_path / "model.onnx.data").read_bytes()
+    names = ["model.rank0.onnx", "model.rank1.onnx"] if "--tp" in options else ["model.onnx"]
+    assert greedy([tmp_path / name for name in names], plan, PROMPTS, NEW_TOKENS) == answered(plan, PROMPTS, NEW_TOKENS)
+    if "fp32" in options:  # whose weights are the checkpoint's own
+        (tmp_path / "own").mkdir()
+        llmc("export", "--onnx", folder, *options, "-o", tmp_path / "own" / "model.onnx")
+        for name in names:
+            assert (tmp_path / "own" / f"{name}.data").read_bytes() == (tmp_path / f"{name}.data").read_bytes()
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

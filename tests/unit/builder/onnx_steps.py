@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ from llmc.plugins.operator import StepContext
 class OnnxSteps:
     """Keys and values are written back into the context's caches."""
 
-    def __init__(self, path: Path) -> None:
-        self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_operators())
+    def __init__(self, path: Path, all_reduce: Callable[[np.ndarray], np.ndarray] | None = None) -> None:
+        operators = reference_operators() if all_reduce is None else reference_operators(all_reduce)
+        self.evaluator = ReferenceEvaluator(str(path), new_ops=operators)
 
     def run(self, inputs: Mapping[str, np.ndarray], context: StepContext) -> np.ndarray:
         """f32[S, vocab]."""

@@ -1,0 +1,89 @@
+"""Kernels of plug-ins compiled to PTX: parameters in TensorRT's order, nothing else declared, assembled by ptxas."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmc.artifacts.errors import UnsupportedError
+from llmc.artifacts.types import TensorType
+from llmc.builder.cuda.cubin import resources
+from llmc.builder.cuda.variant import Variant, variant
+from llmc.builder.trt.plugin_kernel import PluginKernel, plugin_kernel
+from llmc.builder.trt.ptx import compile_ptx, without_scratch
+from llmc.plugins.cpu.call import Pointer, RowStride
+from llmc.plugins.cuda.call import CudaCall, CudaEnv, Pool, Product, StepArray, Symbol, Temporary
+from llmc.plugins.paged_attention import Attrs
+from llmc.plugins.paged_attention.cuda import launch, layer_bytes
+
+HEADS, KV_HEADS, WIDTH, BLOCK = 8, 2, 64, 16
+
+
+def assembler(sm: int) -> Path:
+    """The one that Triton brings."""
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if sm >= 100 else "ptxas")
+
+
+def attention(sm: int) -> tuple[PluginKernel, Variant]:
+    kv_bytes = layer_bytes(KV_HEADS, WIDTH, WIDTH, BLOCK, "bf16")
+    env = CudaEnv(sm, (1, 512), decode=False, block_size=BLOCK, kv_block_bytes=kv_bytes)
+    q, y = TensorType("f32", ("T", HEADS, WIDTH)), TensorType("f32", ("T", HEADS * WIDTH))
+    (call,) = launch(Attrs(3, HEADS, KV_HEADS, WIDTH, 0.125), [q], [y], env)
+    strides = {RowStride("in", 0): HEADS * WIDTH, RowStride("out", 0): HEADS * WIDTH}
+    kernel = plugin_kernel(call, strides, writes=False)
+    return kernel, variant(kernel.call, sm, {Pointer("in", 0): "f32", Pointer("out", 0): "f32"}, strides)
+
+
+def test_the_generated_kernel_is_the_one_of_the_cuda_targets() -> None:
+    kernel, _ = attention(90)
+    assert kernel.inputs == ("in0", "pool", "context_len", "block_tables", "query_start")
+    assert kernel.numbers == ("table_stride", "num_seqs")
+    assert kernel.outputs == ("out0",)
+    assert kernel.call.source is not None
+    assert "from llmc.plugins.paged_attention.kernels import mixed\n" in kernel.call.source
+    assert f"values=pool + {KV_HEADS * BLOCK * WIDTH}," in kernel.call.source
+    assert kernel.call.constexprs["scale"] == 0.125
+
+
+@pytest.mark.parametrize("sm", [89, 90, 120])
+def test_ptx_has_the_parameters_of_a_plugin(sm: int, tmp_path: Path) -> None:
+    kernel, compiled = attention(sm)
+    (ptx,) = compile_ptx([compiled])
+    assert ptx.parameters == (*kernel.inputs, *kernel.numbers, *kernel.outputs)
+    text, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    text.write_text(ptx.text)
+    name = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
+    subprocess.run([assembler(sm), f"-arch={name}", text, "-o", cubin], check=True)
+    about = resources(cubin.read_bytes())
+    pointers, numbers = len(kernel.inputs), len(kernel.numbers)
+    assert [p.size for p in about.parameters] == [8] * pointers + [4] * numbers + [8]
+    assert (about.entry, about.threads) == (ptx.entry, ptx.threads)
+
+
+def test_what_needs_memory_is_refused() -> None:
+    ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 f_param_1,\n\t.param .u64 f_param_2\n)\n{ ret; }"
+    assert "f_param_0\n)" in without_scratch(ptx, "f", 0)
+    for text, scratch in ((ptx, 256), (ptx.replace("ret;", "ld.param.u64 %rd1, [f_param_1]; ret;"), 0)):
+        with pytest.raises(UnsupportedError, match="scratch memory"):
+            without_scratch(text, "f", scratch)
+    call = CudaCall(
+        "rope_cache.kernels:head_means",
+        {"q": Pointer("in", 0), "means": Temporary("means", "f32", (Product(("T", 2)),))},
+        {},
+        ((Product(("T",)),),),
+    )
+    with pytest.raises(ValueError, match="memory of its own"):
+        plugin_kernel(call, {}, writes=False)
+
+
+def test_a_kernel_that_writes_gives_the_pool_on() -> None:
+    args = {"k": Pointer("in", 0), "keys": Pool(1, 64, "bf16"), "tables": StepArray("block_tables"), "n": Symbol("T")}
+    kernel = plugin_kernel(CudaCall("rope_cache.kernels:f", args, {"WIDTH": 4}, ()), {}, writes=True)
+    assert list(kernel.call.args) == ["in0", "pool", "block_tables", "T", "pool_written"]
+    assert "f(k=in0, keys=pool + 32, tables=block_tables, n=T, WIDTH=WIDTH)" in str(kernel.call.source)
