@@ -47,7 +47,7 @@ def build_engine(
     """
     layers = {**LAYERS, **cache.layers}
     _check(graph, layers)
-    builder = _builder(trt)
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     config = _config(trt, builder, sm)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     e = Emitter(trt, network, graph.types(), graph.tp)
@@ -118,23 +118,6 @@ def _outputs(e: Emitter, graph: Graph) -> None:
     for name, tensor in {"logits": e.values[logits], **e.outputs}.items():
         tensor.name = name
         e.network.mark_output(tensor)
-
-
-def _builder(trt: Any) -> Any:
-    """TensorRT itself needs the GPU for its builder, and says so in many ways where there is none."""
-    try:
-        builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
-    except (TypeError, RuntimeError) as error:
-        builder, reason = None, f" ({error})"
-    else:
-        reason = ""
-    if builder is None:
-        raise EnvironmentFault(
-            f"TensorRT {trt.__version__} made no builder{reason}: it needs a GPU and its driver. Without them, pip "
-            "install tensorrt-rtx builds for sm_89 and sm_120, --target cuda:sm_90 builds for any GPU, and "
-            "`llmc export --onnx` writes the graph for other builders"
-        )
-    return builder
 
 
 def _config(trt: Any, builder: Any, sm: int) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from llmc.builder import pipeline
 from llmc.builder.ir import Graph
 from llmc.builder.pipeline import CompileOptions
 from llmc.builder.trace import trace_model
+from llmc.builder.trt import library
 from llmc.builder.trt.engine import TrtEngine, build_engine
 from llmc.builder.trt.linear_cache import LinearCache
 from llmc.cli import main
+from llmc.runtime.cuda import gpus
+from llmc.runtime.cuda.gpus import Gpu, Survey
 from tests.models import save_checkpoint, tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
@@ -89,13 +93,14 @@ def test_what_has_no_layers_is_refused_by_name() -> None:
 
 
 @needs_rtx
-def test_a_plan_becomes_an_engine(tmp_path: Path) -> None:
+def test_a_plan_becomes_an_engine_a_rank(tmp_path: Path) -> None:
     folder, plan = save_checkpoint(tmp_path / "model", "llama", **SIZES), tmp_path / "engine.plan"
-    assert llmc("build", "--model", folder, "--no-evaluate", "-o", plan).exit_code == 0
-    result = llmc("export", "--tensorrt", plan, "--sm", 89, "-o", tmp_path / "model.engine")
+    assert llmc("build", "--model", folder, "--tp", 2, "--no-evaluate", "-o", plan).exit_code == 0
+    result = llmc("export", "--tensorrt", plan, "--sm", 120, "-o", tmp_path / "model.engine")
     assert result.exit_code == 0, result.output
-    assert "for sm_89, of " in result.output
-    assert (tmp_path / "model.engine").stat().st_size > 100_000
+    for name in ("model.rank0.engine", "model.rank1.engine"):
+        assert f"{name}: " in result.output
+        assert (tmp_path / name).stat().st_size > 100_000
 
 
 def test_without_tensorrt_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +112,26 @@ def test_without_tensorrt_the_error_says_what_to_do(tmp_path: Path, monkeypatch:
     ):
         assert result.exit_code == 6
         for word in ("pip install tensorrt", "--target cuda:sm_90", "llmc export --onnx"):
+            assert word in result.output
+
+
+def test_tensorrt_itself_needs_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "tensorrt_module", lambda: SimpleNamespace(plugin=None))
+    for machine, words in (
+        (EnvironmentFault("no driver here"), "no driver here"),
+        (Survey(13000, ()), "is none"),
+        (Survey(13000, (Gpu("a GPU", 89, 1, 1),)), "is sm_89 (a GPU)"),
+    ):
+
+        def survey(machine: Survey | EnvironmentFault = machine) -> Survey:
+            if isinstance(machine, EnvironmentFault):
+                raise machine
+            return machine
+
+        monkeypatch.setattr(gpus, "survey", survey)
+        result = llmc("export", "--tensorrt", tmp_path, "--sm", "90")
+        assert result.exit_code == 6
+        for word in (words, "pip install tensorrt-rtx", "--target cuda:sm_90"):
             assert word in result.output
 
 
