@@ -92,14 +92,14 @@ class _Program:
                 e.op("TopK", x, e.integers([k]), results=2, axis=-1, largest=largest, sorted=1)
                 return e.cast(e.outputs(2)[1], "i32")
             case "gather", (index,):
-                return e.op("GatherElements", x, self.values[index], axis=-1)
+                return e.op("GatherElements", x, self.values[index], axis=len(kind.shape))
             case "scatter", (index, source):
                 if isinstance(source, str):
                     new = self.values[source]
                 else:
                     dtype = "i32" if kind.dtype == "i32" else "f32"
                     new = e.op("Expand", e.constant(source, dtype), e.op("Shape", self.values[index]))
-                return e.op("ScatterElements", x, self.values[index], new, axis=-1)
+                return e.op("ScatterElements", x, self.values[index], new, axis=len(kind.shape))
             case "slice", (axis, start, stop, step):
                 return e.slice(x, axis + 1, start, stop, step)
             case "concat", _:
