@@ -225,9 +225,9 @@ class Executor:
         entry = self.plan.entry(name)
         return entry.offset, entry.size
 
-    def run(self, batch: StepBatch[C]) -> np.ndarray:
+    def run(self, batch: StepBatch[C], wishes: np.ndarray | None = None) -> np.ndarray:
         """Computes a step: `begin` and `finish` in one."""
-        self.begin(batch)
+        self.begin(batch, wishes)
         return self.finish()
 
     def begin(self, batch: StepBatch[C], wishes: np.ndarray | None = None) -> None:

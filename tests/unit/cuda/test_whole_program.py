@@ -37,32 +37,33 @@ BLOCKS = sum(-(-tokens // 16) for tokens in CAPACITIES)
 STEPS = ((17, 2, 0), (1, 1, 3), (1, 1, 1))
 #: Where only the products are others: a prefill and decodes.
 FEW = ((3, 2, 0), (1, 1, 1))
-#: precision, ranks, steps, and the root mean square of the difference, in that of the logits, that rounding explains:
-#: of an input that lies between two E4M3 numbers, 6 % apart, either side may take another one; of two INT8 numbers they
-#: lie 1 % of the largest apart. All steps once: what others than products do depends on no precision.
+#: family, precision, ranks, steps, and the root mean square of the difference, in that of the logits, that rounding
+#: explains: of an input that lies between two E4M3 numbers, 6 % apart, either side may take another one; of two INT8
+#: numbers they lie 1 % of the largest apart. All steps once: what others than products do depends on no precision.
 CASES = [
-    ("bf16", 1, STEPS, 0.02),
-    ("fp8", 1, FEW, 0.07),
-    ("fp8", 2, FEW, 0.07),
-    ("fp32", 1, FEW, 0.01),
-    ("int8", 1, FEW, 0.05),
-    ("int4", 1, FEW, 0.02),
+    ("llama", "bf16", 1, STEPS, 0.02),
+    ("llama", "fp8", 1, FEW, 0.07),
+    ("llama", "fp8", 2, FEW, 0.07),
+    ("llama", "fp32", 1, FEW, 0.01),
+    ("llama", "int8", 1, FEW, 0.05),
+    ("llama", "int4", 1, FEW, 0.02),
+    ("mamba2", "bf16", 1, FEW, 0.02),
 ]
 #: One range, as bits are the same within one.
 ONE_RANGE = ShapeProfile("one range", (TokenRange(1, 32, 32),), 8, 256, 16)
 
 
-def lowered_for(precision: str, tp: int, profile: ShapeProfile) -> CudaLowered:
+def lowered_for(precision: str, tp: int, profile: ShapeProfile, family: str = "llama") -> CudaLowered:
     target = load_target("cuda:sm_90")
     assert isinstance(target, CudaTarget)
-    compiled = pipeline.run(model()[0], options_of(precision, tp, rounds_apart=True))
+    compiled = pipeline.run(model(family)[0], options_of(precision, tp, rounds_apart=True))
     return lower(compiled.graphs, profile, target, compiled.kv_dtype, compiled.vocab)
 
 
 @cache
-def model() -> tuple[Any, Tensors]:
-    traced = trace_model(tiny_config("llama"))
-    return traced.graph, model_tensors(tiny_model("llama"), traced.buffers)
+def model(family: str = "llama") -> tuple[Any, Tensors]:
+    traced = trace_model(tiny_config(family))
+    return traced.graph, model_tensors(tiny_model(family), traced.buffers)
 
 
 def steps(graph: Any, tokens: Sequence[Sequence[int]], run: Any) -> list[np.ndarray]:
@@ -79,23 +80,25 @@ def options_of(precision: str, tp: int, **more: Any) -> CompileOptions:
     )
 
 
-def cpu_logits(precision: str, tp: int, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    options = options_of(precision, tp)
-    lowered = lower_for_test(pipeline.run(model()[0], options), PROFILE)
-    engines = Engines(lowered, compile_all([lowered])[0], model()[1], BLOCKS)
+def cpu_logits(precision: str, tp: int, tokens: Sequence[Sequence[int]], family: str) -> list[np.ndarray]:
+    graph, tensors = model(family)
+    lowered = lower_for_test(pipeline.run(graph, options_of(precision, tp)), PROFILE)
+    engines = Engines(lowered, compile_all([lowered])[0], tensors, BLOCKS)
     try:
         return steps(lowered.programs[0].graph, tokens, engines.run)
     finally:
         engines.close()
 
 
-@pytest.mark.parametrize(("precision", "tp", "tokens", "most"), CASES, ids=[f"{p}-{tp}" for p, tp, *_ in CASES])
+@pytest.mark.parametrize(
+    ("family", "precision", "tp", "tokens", "most"), CASES, ids=[f"{f}-{p}-{tp}" for f, p, tp, *_ in CASES]
+)
 def test_a_program_computes_what_the_cpu_engine_computes(
-    precision: str, tp: int, tokens: Sequence[Sequence[int]], most: float
+    family: str, precision: str, tp: int, tokens: Sequence[Sequence[int]], most: float
 ) -> None:
-    lowered = lowered_for(precision, tp, PROFILE)
-    want = cpu_logits(precision, tp, tokens)
-    program = WholeProgram(lowered, model()[1], BLOCKS, interpreter())
+    lowered = lowered_for(precision, tp, PROFILE, family)
+    want = cpu_logits(precision, tp, tokens, family)
+    program = WholeProgram(lowered, model(family)[1], BLOCKS, interpreter())
     have = steps(lowered.programs[0].graph, tokens, lambda inputs, context: program.run(inputs, context, padded=2))
     clear = 0
     for counts, mine, theirs in zip(tokens, have, want, strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmc.artifacts.cuda_program import STEP_ARRAYS, Address, Float, Int, Symbol
 from llmc.artifacts.types import NUMPY_DTYPES
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.wish import GREEDY, WISH
 from llmc.builder.arena import aligned
 from llmc.builder.cuda.interpret import Address as Extent
 from llmc.builder.cuda.interpret import Interpreter, Launch
@@ -25,8 +25,6 @@ from tests.unit.builder.weights_of import Tensors
 
 #: Between any two spaces: what runs over the end of one meets no other.
 _GUARD = 4096
-#: The likeliest token is to be chosen.
-GREEDY = (1, *[0] * (len(WISH) - 1))
 _UNWRITTEN = 0xFF
 _DTYPES = {f"*{triton}": dtype for dtype, triton in TRITON_TYPES.items()}
 
