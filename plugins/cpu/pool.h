@@ -3,6 +3,7 @@
 //   Pool pool(threads);
 //   pool.run([](void* what, int tid) { ...; }, what);   // the caller is thread 0; returns when all have returned
 //   pool.barrier(tid);                    // inside: all threads meet
+//   while ((i = pool.take(n, tid)) >= 0)  // inside, once between two barriers: n units of work, each done by one thread
 //
 // Who waits spins for a moment, then sleeps (patience.h): an idle server burns no CPU, and a busy machine's other
 // processes get theirs. Workers are not pinned: a pinned worker waits for its CPU when another process has it, and all
@@ -13,12 +14,19 @@
 #include <atomic>
 #include <cstdint>
 #include <linux/futex.h>
+#include <memory>
 #include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
 
 namespace llmc {
+
+// A thread's share of n things: first..last, contiguous, whatever the number of threads.
+struct Share {
+  int64_t first, last;
+};
+inline Share share(int64_t n, int tid, int threads) { return {n * tid / threads, n * (tid + 1) / threads}; }
 
 // A word that threads wait for to change. Sleepers are counted, so that nobody pays for a wake-up that none needs.
 class Signal {
@@ -52,7 +60,7 @@ class Pool {
  public:
   using Work = void (*)(void*, int);
 
-  explicit Pool(int threads) : threads_(threads) {
+  explicit Pool(int threads) : threads_(threads), taken_(new Taken[threads]) {
     try {
       for (int tid = 1; tid < threads; ++tid) workers_.emplace_back([this, tid] { serve(tid); });
     } catch (...) {
@@ -75,11 +83,31 @@ class Pool {
     barrier(0);
   }
 
+  // A unit of n that nobody has taken since the last barrier, or -1. A thread takes its own share from the front, so that it
+  // reads memory in order; who has done his helps from the back: a thread that lost its processor for a while, or has a
+  // slower one, does not hold up the others.
+  int64_t take(int64_t n, int tid) {
+    for (int i = 0; i < threads_; ++i) {
+      const int whose = (tid + i) % threads_;
+      const Share all = share(n, whose, threads_);
+      std::atomic<uint64_t>& word = taken_[whose].word;
+      uint64_t taken = word.load(std::memory_order_relaxed);
+      for (;;) {
+        const int64_t front = taken & UINT32_MAX, back = taken >> 32;
+        if (front + back >= all.last - all.first) break;
+        if (word.compare_exchange_weak(taken, taken + (i ? kBack : 1), std::memory_order_relaxed))
+          return i ? all.last - 1 - back : all.first + front;
+      }
+    }
+    return -1;
+  }
+
   void barrier(int) {
-    if (threads_ == 1) return;
+    if (threads_ == 1) return forget();
     const uint32_t phase = phase_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(threads_)) {
       arrived_.store(0, std::memory_order_relaxed);
+      forget();
       phase_.advance();
     } else {
       phase_.wait(phase);
@@ -87,13 +115,24 @@ class Pool {
   }
 
  private:
+  // Units taken of a thread's share: from its front in the low half, from its back in the high one.
+  struct alignas(64) Taken {
+    std::atomic<uint64_t> word{0};
+  };
+  static constexpr uint64_t kBack = uint64_t(1) << 32;
+
   const int threads_;
+  const std::unique_ptr<Taken[]> taken_;
   Work work_ = nullptr;
   void* what_ = nullptr;
   std::atomic<bool> stopping_{false};
   Signal start_, phase_;
   alignas(64) std::atomic<uint32_t> arrived_{0};
   std::vector<std::thread> workers_;
+
+  void forget() {
+    for (int i = 0; i < threads_; ++i) taken_[i].word.store(0, std::memory_order_relaxed);
+  }
 
   void serve(int tid) {
     uint32_t seen = 0;

@@ -31,6 +31,8 @@ struct Ctx {
 
   // All threads of the rank have come here; what they wrote before is visible after.
   void barrier(int tid) const { pool->barrier(tid); }
+  // The next of n units for this thread, or -1: once between two barriers, with one n (pool.h).
+  int64_t take(int64_t n, int tid) const { return pool->take(n, tid); }
   // The same between two launches of a step; number `launch` comes next. A step that nobody times pays one branch.
   void next(int tid, int launch) const {
     barrier(tid);
@@ -44,11 +46,5 @@ inline int64_t whole_pages(int64_t bytes) { return (bytes + kScratchAlign - 1) /
 
 // What to allocate for `Ctx::scratch_memory`; sizes are whole pages.
 inline int64_t scratch_bytes(int64_t shared, int64_t per_thread, int threads) { return shared + per_thread * threads; }
-
-// A thread's share of n things: first..last, contiguous, whatever the number of threads.
-struct Share {
-  int64_t first, last;
-};
-inline Share share(int64_t n, int tid, int threads) { return {n * tid / threads, n * (tid + 1) / threads}; }
 
 }  // namespace llmc

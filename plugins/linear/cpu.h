@@ -2,7 +2,8 @@
 // few rows likewise in tiles, many rows against floats that their first tile decodes. All give the same bits (tiles.h).
 // On targets with instructions for them, products are of bf16: in pairs (bf16_dot.h), or AMX's tiles instead of the loops.
 //
-// Threads divide panels (a few rows) or panels times chunks of rows (many); each output is computed by one thread.
+// Threads divide panels (a few rows) or panels times chunks of rows (many: who has done his helps the others); each output
+// is computed by one thread.
 #pragma once
 #include <algorithm>
 
@@ -259,10 +260,9 @@ struct Kernel : Columns<F, X> {
     // Chunks keep a thread's sums in its cache; twice as many where panels alone would divide the work unevenly.
     int chunks = (tiles.count + kMaxChunkTiles - 1) / kMaxChunkTiles;
     while (c.threads > 1 && panels() * chunks < 16 * c.threads && chunks * 8 <= tiles.count) chunks *= 2;
-    const Share mine = share(int64_t(panels()) * chunks, tid, c.threads);
     float* floats = reinterpret_cast<float*>(c.scratch(tid));
     float* acc = floats + kRows<F> * kPiece;
-    for (int64_t unit = mine.first; unit < mine.last; ++unit) {
+    for (int64_t unit; (unit = c.take(int64_t(panels()) * chunks, tid)) >= 0;) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
       const int from = run_start(tiles.count, chunks, chunk), to = run_start(tiles.count, chunks, chunk + 1);
       this->many(panel(p), floats, {tiles, from, to, packed_x, acc});

@@ -1,4 +1,5 @@
-"""The thread pool: all threads run every step, meet at every barrier, and sleep when there is nothing to do."""
+"""The thread pool: all threads run every step, meet at every barrier, share what a launch divides, and sleep when there
+is nothing to do."""
 
 import os
 import time
@@ -22,6 +23,17 @@ inline void relay(const Ctx& c, int tid, int64_t turns, int32_t* slots, int32_t*
   }
 }
 """
+#: Every unit is counted, and who took it; thread 0 is slow.
+DIVIDE = """
+#include <unistd.h>
+inline void divide(const Ctx& c, int tid, int64_t n, int32_t* times, int32_t* taken) {
+  for (int round = 0; round < 3; ++round) {
+    for (int64_t unit; (unit = c.take(n, tid)) >= 0; ++times[unit], ++taken[16 * tid])
+      if (tid == 0 && c.threads > 1) usleep(10'000);
+    c.barrier(tid);
+  }
+}
+"""
 
 
 @cache
@@ -30,8 +42,9 @@ def library() -> Library:
     call = CpuCall("plugins/cpu/runtime.h", "relay", args, prelude=RELAY)
     # A step that ends as soon as it has begun, so that steps follow each other closely.
     empty = CpuCall("plugins/cpu/runtime.h", "relay", (Literal("0"), *args[1:]), prelude=RELAY)
+    divide = CpuCall("plugins/cpu/runtime.h", "divide", args, prelude=DIVIDE)
     kinds = {Pointer("out", 0): "i32", Pointer("out", 1): "i32"}
-    return Library([call, empty], ISAS[0], [kinds, kinds])
+    return Library([call, empty, divide], ISAS[0], [kinds] * 3)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -47,6 +60,20 @@ def test_steps_follow_each_other(threads: int) -> None:
     slots, errors = (aligned(np.zeros(16 * threads, np.int32)) for _ in range(2))
     library().run(1, [], [slots, errors], threads, repeat=3000)
     assert not errors.any()
+
+
+@pytest.mark.parametrize(("threads", "units"), [(1, 5), (2, 0), (2, 1), (2, 9), (3, 30), (8, 5)])
+def test_every_unit_is_taken_once_between_two_barriers(threads: int, units: int) -> None:
+    times, taken = aligned(np.zeros(max(units, 1), np.int32)), aligned(np.zeros(16 * threads, np.int32))
+    library().run(2, [], [times, taken], threads, tokens=units)
+    assert (times[:units] == 3).all()
+    assert taken.sum() == 3 * units
+
+
+def test_a_slow_thread_is_helped() -> None:
+    times, taken = aligned(np.zeros(40, np.int32)), aligned(np.zeros(32, np.int32))
+    library().run(2, [], [times, taken], 2, tokens=40)
+    assert taken[0] < 3 * 20  # its own share: 0.6 s of sleep, in which the other had its turn
 
 
 def test_an_idle_pool_burns_no_cpu() -> None:
