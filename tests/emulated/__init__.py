@@ -32,7 +32,7 @@ def runnable(target: CpuTarget) -> CpuTarget:
     """The target, its instructions emulated where this machine lacks them."""
     if runs_here(target):
         return target
-    flags = ["-march=x86-64-v3", "-Wno-psabi"]
+    flags = ["-march=x86-64-v3", "-O1", "-Wno-psabi"]  # numbers alone: compiled fast
     flags += [f"-D{macro}" for flag, macro in _EXTENSIONS.items() if flag in target.isa_flags]
     for header in (_FOLDER / "avx512.h", _FOLDER / "amx.h"):
         digest = hashlib.sha256(header.read_bytes()).hexdigest()[:16]  # objects are cached by their flags

@@ -40,7 +40,7 @@ def compile_library(text: str, isa: str, *, emulate: bool = True) -> Path:
         source.write_text(text)
         flags = [
             *CXX_FLAGS,
-            "-O3" if target is _TARGETS[isa] else "-O1",  # emulated code is for its numbers alone
+            "-O3",
             *target.cxx_flags,
             f"-I{INCLUDE_ROOT}",
             "-shared",
