@@ -174,7 +174,7 @@ def compile_plan(
 def resolved_profile(checkpoint: Checkpoint, options: BuildOptions, target: TargetDescription) -> ShapeProfile:
     """The shapes that such a build is for. Raises UsageError naming the field of a profile that cannot be."""
     longest, limited = checkpoint.model_info().max_position_embeddings, checkpoint.longest is not None
-    return load_profile(options.profile, longest, target, limited)
+    return load_profile(options.profile, longest, target, limited, checkpoint.stretch)
 
 
 def _front(

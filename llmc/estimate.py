@@ -92,7 +92,8 @@ def _facts(
     precision = precision or default_precision(checkpoint)
     require_fp8(target, precision, kv_dtype, lm_head_dtype)
     rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
-    shapes = load_profile(profile, checkpoint.longest or context, target, checkpoint.longest is not None)
+    limited = checkpoint.longest is not None
+    shapes = load_profile(profile, checkpoint.longest or context, target, limited, checkpoint.stretch)
     traced, _ = cached_trace(checkpoint, ObjectCache(default_folder("traces"), suffix=".trace"), shapes.max_seq_len)
     options = pipeline.CompileOptions(
         precision=precision,

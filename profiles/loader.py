@@ -32,10 +32,15 @@ def profile_names() -> list[str]:
 
 
 def load_profile(
-    name_or_path: str | Path, max_position_embeddings: int, target: TargetDescription, limited: bool = True
+    name_or_path: str | Path,
+    max_position_embeddings: int,
+    target: TargetDescription,
+    limited: bool = True,
+    stretch: float = 1.0,
 ) -> ShapeProfile:
     """The profile of a name, or of a file (anything with a suffix or a slash). Not `limited`: the model takes sequences
-    of any length, and `max_position_embeddings` is only what auto means. Raises UsageError naming the field.
+    of any length, and `max_position_embeddings` is only what auto means. `stretch`: how many times as many a profile
+    may ask for. Raises UsageError naming the field.
     """
     path = _locate(str(name_or_path))
     fields = Fields.read(path, _KEYS)
@@ -44,7 +49,7 @@ def load_profile(
         name=path.stem,
         token_ranges=ranges,
         max_num_seqs=fields.integer("max_num_seqs", min(_DEFAULT_SEQS, ranges[-1].max)),
-        max_seq_len=_max_seq_len(fields, max_position_embeddings, limited),
+        max_seq_len=_max_seq_len(fields, max_position_embeddings, limited, stretch),
         block_size=fields.integer("block_size", _DEFAULT_BLOCK),
         outside=fields.values.get("outside", "reject"),
     )
@@ -89,7 +94,7 @@ def _ranges(fields: Fields) -> tuple[TokenRange, ...]:
     return tuple(ranges)
 
 
-def _max_seq_len(fields: Fields, longest: int, limited: bool) -> int:
+def _max_seq_len(fields: Fields, longest: int, limited: bool, stretch: float) -> int:
     if fields.values.get("max_seq_len", "auto") == "auto":
         return longest
     if not isinstance(fields.values["max_seq_len"], int):
@@ -97,6 +102,9 @@ def _max_seq_len(fields: Fields, longest: int, limited: bool) -> int:
     wanted = fields.integer("max_seq_len")
     if wanted < 2:
         raise fields.fail("max_seq_len", "at least 2 are needed, for a prompt and an answer")
-    if limited and wanted > longest:
-        raise fields.fail("max_seq_len", f"the model's max_position_embeddings is {longest}, so that much at most")
+    if limited and wanted > int(longest * stretch):
+        most = ", so that much at most"
+        if stretch > 1:
+            most = f" and its rope factor {stretch:g}: at most {int(longest * stretch)}"
+        raise fields.fail("max_seq_len", f"the model's max_position_embeddings is {longest}{most}")
     return wanted

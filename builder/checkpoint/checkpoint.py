@@ -169,6 +169,15 @@ class Checkpoint:
         limit = self.tokenizer_config.get("model_max_length")
         return limit if isinstance(limit, int) and 1 < limit < 1 << 31 else None
 
+    @property
+    def stretch(self) -> float:
+        """How many times `longest` a sequence may have if a profile asks for it: the factor of dynamic NTK scaling,
+        whose frequencies are made for a length; 1 where a layer has another rule.
+        """
+        rules = getattr(self.hf_config().get_text_config(), "rope_parameters", None) or {}
+        each = [rule for rule in (rules, *rules.values()) if isinstance(rule, Mapping) and "rope_type" in rule]
+        return min((float(r["factor"]) if r["rope_type"] == "dynamic" else 1.0 for r in each), default=1.0)
+
     def _ids(self, file: str, key: str, value: Any) -> frozenset[int]:
         """A token id, a list of them or None."""
         values = value if isinstance(value, list) else [value]

@@ -6,10 +6,10 @@ choose. Must not know: any model family; the rules are transformers' own, by `ro
 transformers chooses anew for each call, by the largest position in it. Keys that a cache holds were rotated by what was
 chosen when they were computed, so an engine chooses once, as vLLM does: LongRoPE (arXiv 2402.13753) takes its long
 factors where the longest sequence exceeds `original_max_position_embeddings`, its short ones otherwise; dynamic NTK
-scaling, whose base grows beyond `max_position_embeddings`, keeps its base, as nothing longer is served. Engine and
-transformers differ where long factors are served to a sequence that is still short: the build says so (`note`), its
-gate compares with the model as served, and a profile with `max_seq_len: <original_max_position_embeddings>` builds an
-engine with the short ones.
+scaling has a base that grows with the longest sequence beyond `max_position_embeddings`, which a profile must ask for
+(`max_seq_len`, up to `factor` times as many). Engine and transformers differ where what long sequences need is served
+to one that is still short: the build says so (`note`), its gate compares with the model as served, and a profile with
+that `max_seq_len` builds an engine that has what short ones need.
 """
 
 from __future__ import annotations

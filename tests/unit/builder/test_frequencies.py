@@ -9,18 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from llmc.artifacts.errors import UsageError
+from llmc.builder.build import resolved_profile
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.interpreter import Batch, run
+from llmc.builder.options import BuildOptions
 from llmc.builder.reference import load_reference
 from llmc.builder.reference import logits as reference_logits
 from llmc.builder.trace import trace, trace_model
 from llmc.builder.trace.frequencies import may_depend_on_length
+from llmc.profiles import load_target
 from llmc.tiny_model import save_tiny
 from tests.models import tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
 #: `original_max_position_embeddings`.
 ORIGINAL = 32
+#: Beyond the tiny models' `max_position_embeddings`.
+LONG = 256 + 40
 
 
 def rope(family: str, kind: str) -> dict[str, Any]:
@@ -53,7 +59,8 @@ def logits(family: str, overrides: dict[str, Any], tokens: int, longest: int | N
     [
         ("longrope", "phi3", ORIGINAL - 8, ORIGINAL),  # short factors, as everywhere in what is served
         ("longrope", "phi3", ORIGINAL + 8, None),  # long ones
-        ("dynamic", "llama", ORIGINAL + 8, None),
+        ("dynamic", "llama", ORIGINAL + 8, None),  # `max_position_embeddings`, as in training
+        ("dynamic", "llama", LONG, LONG),  # a base for that length
     ],
 )
 def test_what_transformers_chooses_for_the_longest_sequence(
@@ -68,6 +75,26 @@ def test_long_factors_are_those_of_short_sequences_too() -> None:
     """Where transformers would take the short ones: an engine chooses once."""
     have, want = logits("phi3", rope("phi3", "longrope"), ORIGINAL - 8, None)
     assert np.abs(have - want).max() > 1e-2
+
+
+@pytest.mark.timeout(300)
+def test_the_base_of_long_sequences_is_that_of_short_ones_too(tmp_path: Path) -> None:
+    """A profile may ask for `factor` times the positions; the report says what that means for short sequences."""
+    overrides = rope("llama", "dynamic")
+    have, want = logits("llama", overrides, ORIGINAL, LONG)
+    assert np.abs(have - want).max() > 1e-3
+    checkpoint = open_checkpoint(save_tiny(tmp_path / "model", tiny_model("llama", **overrides)))
+    assert checkpoint.stretch == 2.0
+    assert "dynamic" in trace(checkpoint, LONG).note
+    assert not trace(checkpoint, 256).note
+    ids = [5 + i * 37 % 90 for i in range(ORIGINAL)]
+    np.testing.assert_allclose(reference_logits(load_reference(checkpoint, longest=LONG), ids), have, 1e-3, 1e-4)
+    profile, options = tmp_path / "long.yaml", BuildOptions(profile=str(tmp_path / "long.yaml"))
+    profile.write_text("token_ranges: [{min: 1, max: 16}]\nmax_seq_len: 512\n")
+    assert resolved_profile(checkpoint, options, load_target("cpu")).max_seq_len == 512
+    profile.write_text("token_ranges: [{min: 1, max: 16}]\nmax_seq_len: 513\n")
+    with pytest.raises(UsageError, match="max_position_embeddings is 256 and its rope factor 2: at most 512"):
+        resolved_profile(checkpoint, options, load_target("cpu"))
 
 
 @pytest.mark.timeout(300)
