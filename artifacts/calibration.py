@@ -24,8 +24,8 @@ import numpy as np
 from llmc.artifacts.errors import CheckpointError, UsageError
 
 #: Raised by one whenever a reader of the older number could misread the newer table.
-TABLE_VERSION = 4
-_READABLE = (1, 2, 3, 4)
+TABLE_VERSION = 5
+_READABLE = (1, 2, 3, 4, 5)
 WEIGHTS = ("fp8", "int8", "int4")
 ACTIVATIONS = ("token", "static", "none")
 #: What an output head can be beside rounded linear layers.
@@ -46,9 +46,11 @@ class Smoothing:
 
 @dataclass(frozen=True)
 class Choice:
-    """`kept` in bf16, or rounded; `loss`: what rounding costs in this module alone, measured, in nats a token;
+    """`kept` in bf16, or rounded; `loss`: what rounding costs in this module alone, measured, in nats a token, 0 for
+    experts, which are never kept;
     `input_scale`: what its input is divided by where activations are static; `error`: root mean square of what rounding
-    changed / of the weight, 0 where it is kept; `smoothing`: None where the input is rounded as it is.
+    changed / of the weight, 0 where it is kept; `smoothing`: None where the input is rounded as it is; `input_kept`:
+    the input stays float32 though the weight is rounded and the table's activations are `token`.
     """
 
     kept: bool
@@ -56,12 +58,13 @@ class Choice:
     input_scale: float
     error: float
     smoothing: Smoothing | None = None
+    input_kept: bool = False
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """`input_amax`: largest |x| of the module's input; `weight_amax`: largest |w| of each output channel; `choice`:
-    None in a table of ranges alone.
+    """`input_amax`: largest |x| of the module's input; `weight_amax`: largest |w| of each output channel, or of each
+    expert's matrix; `choice`: None in a table of ranges alone.
     """
 
     input_amax: float
@@ -77,6 +80,8 @@ class Ranges:
             head = f'"kept":{json.dumps(self.choice.kept)},' + "".join(f'"{k}":{v!s},' for k, v in numbers.items())
             if self.choice.smoothing is not None:
                 head += f'"smoothing":{json.dumps(asdict(self.choice.smoothing))},'
+            if self.choice.input_kept:
+                head += '"input_kept":true,'
         return f'{{{head}"input_amax":{np.float32(self.input_amax)!s},"weight_amax":[{weights}]}}'
 
 
@@ -124,8 +129,10 @@ class CalibrationTable:
     @property
     def version(self) -> int:
         """1: ranges alone, 2: with choices and rounded weights, 3: weights of a format that it names, 4: a rounded
-        output head.
+        output head, 5: inputs that are kept.
         """
+        if any(ranges.choice is not None and ranges.choice.input_kept for ranges in self.tensors.values()):
+            return 5
         if self.head is not None:
             return 4
         return 1 if self.rounded is None else 2 if self.weights == "fp8" else 3
@@ -194,7 +201,7 @@ class CalibrationTable:
             ),
             tensors={path: reader.ranges(path, item) for path, item in tensors.items()},
             weights=reader.weights(value, version),
-            head=reader.field(value, "head", str) if version > 3 else None,
+            head=reader.field(value, "head", str) if version == 4 or (version > 4 and "head" in value) else None,
             **reader.rounding(value),
         )
 
@@ -255,7 +262,10 @@ class _Reader:
         if not isinstance(kept, bool):
             raise UsageError(f"{self.where}: {path}.kept is {kept!r}, expected true or false")
         numbers = {key: self.amax(f"{path}.{key}", value.get(key)) for key in _NUMBERS}
-        return Choice(kept, **numbers, smoothing=self.smoothing(path, value.get("smoothing")))
+        input_kept = value.get("input_kept", False)
+        if not isinstance(input_kept, bool):
+            raise UsageError(f"{self.where}: {path}.input_kept is {input_kept!r}, expected true or false")
+        return Choice(kept, **numbers, smoothing=self.smoothing(path, value.get("smoothing")), input_kept=input_kept)
 
     def smoothing(self, path: str, value: Any) -> Smoothing | None:
         if value is None:

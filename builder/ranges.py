@@ -9,6 +9,8 @@ activations alone would put a calibration into the plan that the plan does not f
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from llmc.artifacts.calibration import CalibrationTable
@@ -22,24 +24,27 @@ from llmc.builder.weights.stream import Shaped, rows
 
 #: Elements of a weight that are read at once.
 _BLOCK = 1 << 22
+#: Operators whose weights a table may have ranges of, and which of their inputs that is.
+_WEIGHT = {"linear": 1, "grouped_linear": 2}
 
 
 def check_ranges(graph: Graph, table: CalibrationTable, source: Shaped) -> None:
-    """Raises CheckpointError, naming module and channel, unless each linear's `weight_amax` is that of its weight: one
-    number an output channel, equal as float32. Reads some rows of one weight at a time.
+    """Raises CheckpointError, naming module and channel, unless each `weight_amax` is that of its weight: one number an
+    output channel, or an expert, equal as float32. Reads some rows of one weight at a time.
     """
     view = View(graph)
     for node in graph:
-        ranges = table.tensors.get(node.path) if node.op == "linear" else None
-        recipe = weight_recipe(view, node.inputs[1]) if ranges else None
+        at = _WEIGHT.get(node.op)
+        ranges = None if at is None else table.tensors.get(node.path)
+        recipe = weight_recipe(view, node.inputs[at]) if ranges and at else None
         if ranges is None or recipe is None:
             continue
         have = np.asarray(ranges.weight_amax, np.float32)
-        want = _row_maxima(recipe, source)
+        want = _maxima(recipe, source)
         if len(have) != len(want):
             raise CheckpointError(
                 f"{node.path}: the calibration table has {len(have)} weight ranges, the weight has {len(want)} output "
-                f"channels; make it again with `llmc calibrate`"
+                f"channels or experts; make it again with `llmc calibrate`"
             )
         if (wrong := np.flatnonzero(have != want)).size:
             channel = int(wrong[0])
@@ -50,9 +55,9 @@ def check_ranges(graph: Graph, table: CalibrationTable, source: Shaped) -> None:
             )
 
 
-def _row_maxima(recipe: Recipe, source: Shaped) -> np.ndarray:
-    """The largest magnitude of each row of a weight [N, K], f32[N]."""
-    size, columns = (int(d) for d in infer(recipe, source.shape).shape)
-    step = max(_BLOCK // columns, 1)
+def _maxima(recipe: Recipe, source: Shaped) -> np.ndarray:
+    """The largest magnitude of each row of a weight [N, K], f32[N], or of each expert's matrix of [E, N, K], f32[E]."""
+    size, *rest = (int(d) for d in infer(recipe, source.shape).shape)
+    step = max(_BLOCK // math.prod(rest), 1)
     parts = [rows(recipe, start, min(start + step, size), source) for start in range(0, size, step)]
-    return np.concatenate([np.abs(evaluate(part, source)).max(axis=1) for part in parts])
+    return np.concatenate([np.abs(evaluate(part, source)).reshape(-1, math.prod(rest)).max(axis=1) for part in parts])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,6 +107,29 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     return module.get_parameter("weight") if loader is None else loader.read("weight")
 
 
+def parameter_part(module: nn.Module, name: str, index: int) -> torch.Tensor:
+    """Entry `index` of the first axis of a module's parameter, streamed or not."""
+    value = module.get_parameter(name)
+    if not value.is_meta:
+        return value[index]
+    loader = next(hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Loader))
+    return loader.read(name, index, index + 1)[0]
+
+
+@contextlib.contextmanager
+def read_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, parameters of these modules are not read before their forward: it reads parts of them itself."""
+    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+    loaders = [hook for hook in hooks if isinstance(hook, _Loader)]
+    for loader in loaders:
+        loader.waits = True
+    try:
+        yield
+    finally:
+        for loader in loaders:
+            loader.waits = False
+
+
 def weight_blocks(module: nn.Module, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Runs of rows of a linear module's weight, of at most that many elements, and where they stand; a streamed one is
     read run by run.
@@ -138,16 +161,16 @@ class _Rows:
 
 
 class _Loader:
-    """A hook that reads parameters before a forward."""
+    """A hook that reads parameters before a forward, unless it `waits` to be asked for parts."""
 
     def __init__(self, checkpoint: Checkpoint, recipes: Mapping[str, Recipe]) -> None:
-        self.checkpoint, self.recipes = checkpoint, recipes
+        self.checkpoint, self.recipes, self.waits = checkpoint, recipes, False
 
-    def read(self, leaf: str) -> torch.Tensor:
-        return read_float32(self.checkpoint, self.recipes[leaf])
+    def read(self, leaf: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        return read_float32(self.checkpoint, self.recipes[leaf], start, stop)
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        for leaf in self.recipes:
+        for leaf in () if self.waits else self.recipes:
             module._parameters[leaf] = nn.Parameter(self.read(leaf), requires_grad=False)
 
 

@@ -18,8 +18,8 @@ from llmc.builder.streamed import weight_blocks, weight_of
 #: Elements of a weight that are worked on at once: an output head can have hundreds of millions.
 _BLOCK = 1 << 22
 
-#: A module's path and input -> its output.
-Forward = Callable[[str, torch.Tensor], torch.Tensor]
+#: A module's path and what it is called with -> its output.
+Forward = Callable[..., torch.Tensor]
 
 
 def linear_modules(model: Any) -> dict[str, nn.Module]:
@@ -38,12 +38,6 @@ def head_path(model: Any) -> str | None:
     """The path of the output head; None where a model has none that is a linear module."""
     head = model.get_output_embeddings()
     return next((p for p, m in model.named_modules() if m is head and isinstance(m, nn.Linear)), None)
-
-
-def experts_path(model: Any) -> str | None:
-    """The first module whose experts are one tensor each of gates, ups and downs (transformers' experts interface)."""
-    noted = ("has_gate", "is_transposed")
-    return next((path for path, module in model.named_modules() if all(hasattr(module, n) for n in noted)), None)
 
 
 def by_outputs(module: nn.Module) -> torch.Tensor:
@@ -85,5 +79,5 @@ def replaced(modules: Mapping[str, nn.Module], forward: Forward) -> Iterator[Non
             del module.forward
 
 
-def _bound(forward: Forward, path: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: forward(path, x)
+def _bound(forward: Forward, path: str) -> Forward:
+    return lambda *args, **kwargs: forward(path, *args, **kwargs)

@@ -3,7 +3,7 @@
 Comes in: a checkpoint, options. Goes out: `CalibrationTable`, written beside its rounded weights, or taken from the
 cache. Must not know: the graph, plans, how text is cut.
 
-    samples -> sensitivity (one backward pass) -> what stays in bf16 -> rounding, layer by layer -> table
+    samples -> sensitivity (one backward pass) -> what stays in bf16, or its input -> rounding, layer by layer -> table
 
 The model runs at float32 on the CPU, its large weights read as they are needed. Ranges and SmoothQuant's factors are
 nvidia-modelopt's.
@@ -48,6 +48,7 @@ from llmc.builder.weights.rounded import RoundedWriter
 from llmc.calibration.data import Progress, Samples, documentation, read_samples
 
 if TYPE_CHECKING:
+    from llmc.calibration.experts import Stack
     from llmc.calibration.formats import Rounded
     from llmc.calibration.sequential import Outcome
 
@@ -64,6 +65,9 @@ _RECIPE = (
 _SAMPLES, _TOKENS, _MEMORY = 16, 256, 320 << 20
 #: Of SmolLM2-135M eight linears of 211 are kept for it; of three without the output head KL fell from 0.106 to 0.094.
 _INT4_BUDGET = 1.03
+#: The share of the multiplications of linear layers whose inputs an FP8 engine leaves as they are where it scales the
+#: others by token. It costs no bytes, so nothing where a step waits for its weights.
+_KEPT_INPUTS = 0.05
 #: One sample in so many is enough to tell which modules are sensitive.
 _SENSITIVITY = 4
 
@@ -168,17 +172,20 @@ def _calibrate(
     checkpoint: Checkpoint, options: CalibrationOptions, samples: Samples, output: Path, progress: Progress
 ) -> CalibrationTable:
     from llmc.calibration import sequential
+    from llmc.calibration.experts import expert_modules, stack_shapes
     from llmc.calibration.formats import FORMATS
     from llmc.calibration.modelopt import Modelopt
-    from llmc.calibration.modules import experts_path, head_path, linear_modules, shape_of
+    from llmc.calibration.modules import head_path, linear_modules, shape_of
     from llmc.calibration.sensitivity import measure, quantizer
     from llmc.calibration.smooth import Smoother
 
     modelopt = Modelopt()  # before the minutes of work that would be lost without it
     model = load_reference(checkpoint)
-    if options.weights == "int8" and (experts := experts_path(model)):
+    experts = expert_modules(model)
+    if options.weights == "int8" and experts:
         raise UnsupportedError(
-            f"{experts}: INT8 weights of experts are not supported; build with --fp8, --int4 or --dtype bf16"
+            f"{next(iter(experts))}: INT8 weights of experts are not supported; build with --fp8, --int4 or "
+            "--dtype bf16"
         )
     form = FORMATS[options.weights]
     forms = dict.fromkeys(linear_modules(model), form)
@@ -192,15 +199,19 @@ def _calibrate(
     measured = partial(progress, "measuring sensitivity")
     sensitivity = measure(model, probes, forms, as_read, options.seed, measured, smoother)
     kept = sensitivity.kept(options.budget)
+    inputs = frozenset[str]()
+    if (options.weights, options.activations) == ("fp8", "token"):
+        inputs = sensitivity.kept_inputs(kept, _KEPT_INPUTS)
     smoothing = None if smoother is None else sequential.Smoothing(smoother, sensitivity.rounded_readers(kept))
     side = output.with_suffix(".safetensors")
     partial_side = temporary_beside(side)
-    shapes = {path: shape_of(model.get_submodule(path)) for path in forms if path not in kept}
+    shapes = {path: shape_of(model.get_submodule(path)) for path in forms if path not in kept} | stack_shapes(experts)
     first = set() if smoothing is None else {readers[0] for readers in smoothing.readers.values()}
     with RoundedWriter(partial_side, shapes, options.weights, head, first) as writer:
-        sink = _Sink(writer, sensitivity.loss, kept, progress)
-        sequential.round_model(model, samples.ids, kept, forms, options.activations, modelopt.amax, sink, smoothing)
-        if missing := sorted(forms.keys() - sink.ranges.keys()):
+        sink = _Sink(writer, sensitivity.loss, kept, inputs, progress)
+        chosen = sequential.Chosen(forms, kept, options.activations, inputs, dict.fromkeys(experts, form))
+        sequential.round_model(model, samples.ids, chosen, modelopt.amax, sink, smoothing)
+        if missing := sorted({*forms, *shapes} - sink.ranges.keys()):
             raise UnsupportedError(f"module {missing[0]} never ran on the calibration data: its input has no range")
     os.replace(partial_side, side)
     table = CalibrationTable(
@@ -226,11 +237,19 @@ class _Sink:
     writer: RoundedWriter
     loss: Mapping[str, float]
     kept: frozenset[str]
+    inputs: frozenset[str]
     progress: Progress
     ranges: dict[str, Ranges] = field(default_factory=dict)
 
     def rows(self, path: str, start: int, rounded: Rounded) -> None:
         self.writer.add(path, *(part.numpy() for part in rounded.parts), start=start)
+
+    def expert(self, path: str, number: int, rounded: Rounded) -> None:
+        self.writer.add(path, *(part.numpy()[None] for part in rounded.parts), start=number)
+
+    def stack(self, path: str, stack: Stack) -> None:
+        choice = Choice(False, 0.0, stack.input_scale, float(np.float32(stack.error)))
+        self.ranges[path] = Ranges(stack.input_amax, tuple(stack.weight_amax), choice)
 
     def done(self, path: str, outcome: Outcome) -> None:
         loss, error = (float(np.float32(value)) for value in (self.loss[path], outcome.error))
@@ -239,6 +258,6 @@ class _Sink:
             smoothing = Smoothing(outcome.smoothed.module, float(np.float32(outcome.smoothed.exponent)))
             if outcome.smoothed.module == path:
                 self.writer.add_factors(path, outcome.smoothed.factors.numpy())
-        choice = Choice(path in self.kept, loss, outcome.input_scale, error, smoothing)
+        choice = Choice(path in self.kept, loss, outcome.input_scale, error, smoothing, path in self.inputs)
         self.ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
         self.progress("rounding", len(self.ranges), len(self.loss))

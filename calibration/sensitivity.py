@@ -1,7 +1,7 @@
 """What rounding costs in each linear module alone, and which modules are kept in bf16 for it.
 
-Comes in: a model, token ids, a budget. Goes out: nats a token by module; the modules that are kept. Must not know: how
-weights are rounded in the end.
+Comes in: a model, token ids, a budget. Goes out: nats a token by module; the modules that are kept, and those whose
+inputs are. Must not know: how weights are rounded in the end.
 
 To second order the divergence from the unquantized model is half the expected square of the change of log p(label) over
 labels that the model itself draws (the Fisher information). One backward pass gives the gradient g at each module's
@@ -46,7 +46,8 @@ def quantizer(activations: str, form: Format) -> Quantizer:
 @dataclass
 class Sensitivity:
     """`loss`: nats a token by module path; `units`: modules that are kept or not together; `forms`: what the others
-    are rounded to; `readers`: of each module that ran, those that read its input.
+    are rounded to; `readers`: of each module that ran, those that read its input; `input_loss`: the part of `loss` that
+    rounding a module's input costs.
     """
 
     loss: dict[str, float]
@@ -54,6 +55,7 @@ class Sensitivity:
     shapes: dict[str, tuple[int, int]]
     forms: Mapping[str, Format]
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    input_loss: dict[str, float] = field(default_factory=dict)
 
     def kept(self, budget: float) -> frozenset[str]:
         """The modules to keep in bf16 so that all of them take at most `budget` times the bytes that they take if none
@@ -78,6 +80,25 @@ class Sensitivity:
         rounded = {path: tuple(r for r in readers if r not in kept) for path, readers in self.readers.items()}
         return {path: readers for path, readers in rounded.items() if readers}
 
+    def kept_inputs(self, kept: frozenset[str], share: float) -> frozenset[str]:
+        """The modules, among those whose weights are rounded, whose inputs are not to be: all that read an input or
+        none, together at most `share` of the multiplications of all modules. Those whose inputs cost most for the
+        multiplications.
+        """
+        size = {path: rows * columns for path, (rows, columns) in self.shapes.items()}
+        room, found = share * sum(size.values()), set[str]()
+
+        def gain(readers: tuple[str, ...]) -> float:
+            return sum(self.input_loss.get(path, 0.0) for path in readers) / sum(size[path] for path in readers)
+
+        groups = set(self.rounded_readers(kept).values())
+        for readers in sorted(groups, key=lambda readers: (-gain(readers), readers)):
+            cost = sum(size[path] for path in readers)
+            if cost <= room and gain(readers) > 0:
+                found.update(readers)
+                room -= cost
+        return frozenset(found)
+
 
 def measure(
     model: Any,
@@ -100,9 +121,12 @@ def measure(
             _backward(model(torch.tensor(batch), use_cache=False).logits.flatten(0, 1), generator)
             done(count, len(batches))
     tokens = sum(map(len, samples))
-    loss = {path: record.squares.get(path, 0.0) / tokens / 2 for path in modules}
+    loss, input_loss = (
+        {path: squares.get(path, 0.0) / tokens / 2 for path in modules}
+        for squares in (record.squares, record.input_squares)
+    )
     shapes = {path: shape_of(module) for path, module in modules.items()}
-    return Sensitivity(loss, _units(record.groups, modules), shapes, forms, _readers(record.groups))
+    return Sensitivity(loss, _units(record.groups, modules), shapes, forms, _readers(record.groups), input_loss)
 
 
 def _readers(groups: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -157,6 +181,7 @@ class _Record:
     head: str | None
     smoother: Smoother | None = None
     squares: dict[str, float] = field(default_factory=dict)
+    input_squares: dict[str, float] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
     _last: torch.Tensor | None = None
 
@@ -176,11 +201,13 @@ class _Record:
         factors = self.smoother.usual(x, by_outputs(module)) if self.smoother and smooths else None
         for rows, weight in row_blocks(module):
             of_weight += ((x @ weight_error(weight, factors, form).T) * gradient[:, rows]).sum(-1)
-        squares = (_COMPENSATED_HEAD if path == self.head else COMPENSATED) * of_weight.square().sum()
+        squares = float((_COMPENSATED_HEAD if path == self.head else COMPENSATED) * of_weight.square().sum())
         if path != self.head:  # which reads its input as it is
             of_input = input_error(x, by_outputs(module), factors, self.quantizer)
-            squares += (of_input * back).sum(-1).square().sum()
-        self.squares[path] = self.squares.get(path, 0.0) + float(squares)
+            input_squares = float((of_input * back).sum(-1).square().sum())
+            self.input_squares[path] = self.input_squares.get(path, 0.0) + input_squares
+            squares += input_squares
+        self.squares[path] = self.squares.get(path, 0.0) + squares
 
 
 class _Measured(torch.autograd.Function):

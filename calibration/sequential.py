@@ -1,6 +1,6 @@
 """Rounds every linear weight of a model, one after the other, each for the inputs that the rounded ones before it give.
 
-Comes in: a model, token ids, which modules stay in bf16. Goes out: for each module its rounded weight, and its ranges.
+Comes in: a model, token ids, what was chosen for each module. Goes out: its rounded weight and its ranges.
 Must not know: files, tables, how modules were chosen.
 
 One forward pass carries all samples twice: as the unquantized model computes them, and as the engine will. When it
@@ -15,17 +15,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from llmc.artifacts.errors import UnsupportedError
+from llmc.builder.streamed import read_in_parts
 from llmc.calibration.compensate import Hessian, compensate, fit_rows
+from llmc.calibration.experts import Call, Experts, StackSink
 from llmc.calibration.formats import Format, Rounded
 from llmc.calibration.grid import static
 from llmc.calibration.modules import by_outputs, head_path, plus_bias, replaced, row_blocks
 from llmc.calibration.smooth import Smoother
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`forms`: modules and what each is rounded to; `kept`: those of them that stay in bf16. `activations`: inputs are
+    rounded with one scale a token, with one static scale, or none is; never the output head's, nor those of `inputs`.
+    `experts`: modules of experts and what theirs are rounded to.
+    """
+
+    forms: Mapping[str, Format]
+    kept: frozenset[str]
+    activations: str
+    inputs: frozenset[str] = frozenset()
+    experts: Mapping[str, Format] = field(default_factory=dict)
+
+    def input_rounding(self, path: str) -> str:
+        """How the input of a module is rounded."""
+        return "none" if path in self.inputs else self.activations
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,7 @@ class Smoothing:
         return None if found is None else Smoothed(readers[0], *found)
 
 
-class Sink(Protocol):
+class Sink(StackSink, Protocol):
     """Where results go."""
 
     def rows(self, path: str, start: int, rounded: Rounded) -> None:
@@ -82,26 +103,28 @@ Amax = Callable[[torch.Tensor, int | None], torch.Tensor]
 def round_model(
     model: Any,
     samples: Sequence[Sequence[int]],
-    kept: frozenset[str],
-    forms: Mapping[str, Format],
-    activations: str,
+    chosen: Chosen,
     amax: Amax,
     sink: Sink,
     smoothing: Smoothing | None = None,
 ) -> None:
-    """Of the modules that `forms` names, each rounded to its format. `activations`: inputs are rounded with one scale a
-    token, with one static scale, or none is; the output head's never is.
-    """
+    """Rounds what is chosen, and tells `sink` of each module."""
     longest = max(map(len, samples))
     ids = torch.zeros((len(samples), longest), dtype=torch.long)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample)] = torch.tensor(list(sample))
     real = torch.arange(longest)[None] < torch.tensor([len(sample) for sample in samples])[:, None]
-    modules = {path: model.get_submodule(path) for path in forms}
+    modules = {path: model.get_submodule(path) for path in chosen.forms}
+    experts = {path: model.get_submodule(path) for path in chosen.experts}
     head = head_path(model)
-    streams = _Streams(modules, real.flatten(), kept, forms, activations, amax, sink, head, smoothing)
-    with torch.inference_mode(), replaced(modules, streams.forward):
-        model(ids.repeat(2, 1), use_cache=False, logits_to_keep=0 if head in forms else 1)
+    streams = _Streams(modules | experts, real.flatten(), chosen, amax, sink, head, smoothing)
+    with (
+        torch.inference_mode(),
+        replaced(modules, streams.forward),
+        replaced(experts, streams.experts),
+        read_in_parts(experts.values()),
+    ):
+        model(ids.repeat(2, 1), use_cache=False, logits_to_keep=0 if head in chosen.forms else 1)
 
 
 class _Input:
@@ -110,7 +133,7 @@ class _Input:
     """
 
     def __init__(self, path: str, exact: torch.Tensor, given: torch.Tensor, streams: _Streams) -> None:
-        self._streams, form = streams, streams.forms[path]
+        self._streams, form = streams, streams.chosen.forms[path]
         weight = by_outputs(streams.modules[path])
         self._hessian: Hessian | None = None
         rows = streams.tokens(exact)
@@ -120,9 +143,10 @@ class _Input:
         if streams.smoothing is not None:
             self.smoothed = streams.smoothing.of(path, streams.tokens(given), streams.modules)
         self.seen = given if self.smoothed is None else given * self.smoothed.factors
-        if streams.activations == "static":
+        rounding = streams.chosen.input_rounding(path)
+        if rounding == "static":
             self.seen = static(self.seen, self.scale)
-        elif streams.activations == "token":
+        elif rounding == "token":
             self.seen = form.per_token(self.seen)
 
     def hessian(self) -> Hessian:
@@ -138,16 +162,14 @@ class _Streams:
         self,
         modules: Mapping[str, nn.Module],
         real: torch.Tensor,
-        kept: frozenset[str],
-        forms: Mapping[str, Format],
-        activations: str,
+        chosen: Chosen,
         amax: Amax,
         sink: Sink,
         head: str | None,
         smoothing: Smoothing | None,
     ) -> None:
-        self.modules, self.real, self.kept, self.amax, self._sink = modules, real, kept, amax, sink
-        self.forms, self.activations, self.head, self.smoothing = forms, activations, head, smoothing
+        self.modules, self.real, self.chosen, self.amax, self._sink = modules, real, chosen, amax, sink
+        self.head, self.smoothing = head, smoothing
         self._last: torch.Tensor | None = None
         self._input: _Input | None = None
 
@@ -171,7 +193,7 @@ class _Streams:
         y = x.new_empty((2, len(self.real), rows))
         torch.mm(exact, weight.T, out=y[0])
         rounded = None
-        if path in self.kept:
+        if path in self.chosen.kept:
             torch.mm(given, weight.to(torch.bfloat16).float().T, out=y[1])
         else:
             rounded = self._round(path, weight, shared, y)
@@ -199,12 +221,12 @@ class _Streams:
         zeros stands for them.
         """
         exact, given = map(self.tokens, x.reshape(2, len(self.real), -1))
-        hessian = None if path in self.kept else Hessian(given)
+        hessian = None if path in self.chosen.kept else Hessian(given)
         amax, lost, whole = list[torch.Tensor](), 0.0, 1e-30
         for rows, weight in row_blocks(module):
             amax.append(self.amax(weight, 0).flatten())
             if hessian is not None:
-                rounded = compensate(weight, hessian, self.forms[path])
+                rounded = compensate(weight, hessian, self.chosen.forms[path])
                 self._sink.rows(path, rows.start, rounded)
                 lost += float((rounded.weight - weight).square().sum())
                 whole += float(weight.square().sum())
@@ -215,7 +237,7 @@ class _Streams:
     def _round(self, path: str, weight: torch.Tensor, shared: _Input, y: torch.Tensor) -> Rounded:
         """The rounded weight; y[1] becomes what it makes of the given input, y[0] is what it should make of it."""
         smoothed = weight if shared.smoothed is None else weight / shared.smoothed.factors
-        rounded = compensate(smoothed, shared.hessian(), self.forms[path])
+        rounded = compensate(smoothed, shared.hessian(), self.chosen.forms[path])
         torch.mm(shared.seen, rounded.weight.T, out=y[1])
         fitted = fit_rows(rounded, self.tokens(y[0]), self.tokens(y[1]))
         y[1] *= (fitted.scale / rounded.scale)[:, 0]
@@ -223,8 +245,27 @@ class _Streams:
 
     def _routed(self, path: str, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A module that sees some of the tokens, of either stream: rounded to nearest, and exact in both streams."""
-        rounded = None if path in self.kept else self.forms[path].round(weight)
+        rounded = None if path in self.chosen.kept else self.chosen.forms[path].round(weight)
         amax = float(self.amax(x, None))
-        input_scale = self.forms[path].input_scale(x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0))
+        input_scale = self.chosen.forms[path].input_scale(
+            x.reshape(-1, x.shape[-1])[:512], amax, weight.square().mean(0)
+        )
         self._tell(path, weight, amax, input_scale, rounded)
         return plus_bias(module, x @ weight.T)
+
+    def experts(
+        self, path: str, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[2T, H], of a module of experts: it is called with hidden states [2T, H] and, each [2T, k], what tokens chose
+        and how much that weighs. Each stream routes its own tokens.
+        """
+        if len(hidden_states) != 2 * len(self.real):
+            raise UnsupportedError(
+                f"{path}: its experts are called with {len(hidden_states)} of {2 * len(self.real)} tokens, and "
+                "calibration rounds them for all; build with --dtype bf16"
+            )
+        module, form = self.modules[path], self.chosen.experts[path]
+        hidden, index, mix = (x.chunk(2) for x in (hidden_states, top_k_index, top_k_weights))
+        exact, given = (Call(hidden[n], index[n], mix[n], self.real) for n in (0, 1))
+        experts = Experts(path, module, form, self.chosen.activations, self.amax)
+        return torch.cat([experts.exact(exact), experts.rounded(given, self._sink)])

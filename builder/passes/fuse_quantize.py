@@ -10,6 +10,8 @@ from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph
 from llmc.builder.passes.rewrite import Edit, View, report_places
 
+_NORMS = ("rms_norm", "layer_norm")
+
 
 def fuse_quantize(graph: Graph) -> tuple[Graph, PassReport]:
     """Lets a norm round its result to FP8 where only that is read."""
@@ -18,7 +20,7 @@ def fuse_quantize(graph: Graph) -> tuple[Graph, PassReport]:
     for node in graph:
         if node.op != "quantize":
             continue
-        norm = view.producer(node.inputs[0], "rms_norm", "layer_norm")
+        norm = view.producer(node.inputs[0], *_NORMS)
         if norm is None or view.only_user(node.inputs[0]) is None or node.inputs[0] != norm.outputs[-1]:
             continue  # others read it too, or it is the sum that a norm with a residual returns
         attrs = vars(norm.attrs) | {"quantize": "token" if node.attrs.scale is None else node.attrs.scale}
@@ -28,4 +30,15 @@ def fuse_quantize(graph: Graph) -> tuple[Graph, PassReport]:
         edit.swap(node)
         matched.append(norm.path)
     after = edit.finish()
-    return after, report_places("fuse_quantize", graph, after, matched, follows=True)
+    other = [node.path for node in graph if node.op in _NORMS and _read_as_it_is(view, node.outputs[-1])]
+    return after, report_places("fuse_quantize", graph, after, matched, other=other, follows=True)
+
+
+def _read_as_it_is(view: View, value: str) -> bool:
+    """Whether a product with E4M3 weights does not round the value: the calibration kept it."""
+    return any(
+        node.op in ("linear", "grouped_linear")
+        and node.inputs[0] == value
+        and view.types[node.inputs[1 if node.op == "linear" else 2]].dtype == "f8e4m3"
+        for node in view.users[value]
+    )

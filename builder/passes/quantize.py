@@ -10,7 +10,7 @@ embedding has numbers of its own then: of the embedding few rows are read, in bf
 stay float32: rounding them would send tokens to other experts. A weight that the table rounded is taken as it is stored
 there; any other's scale is the largest magnitude of its row / 448, from the weight (`builder/ranges.py` holds the table
 against it). Inputs are scaled by each token's largest magnitude / 448, statically by the table, or not at all: then
-they stay float32.
+they stay float32, as do those that the table keeps.
 int8: the same layers but the head W8A8, each token's input scaled by its largest magnitude / 127. Where the table
 smooths an input, its columns are multiplied by factors first, which the weight was divided by before it was rounded.
 int4: of the same layers but the head the weights alone, in groups of 128 columns with a scale and a zero point a row;
@@ -150,15 +150,17 @@ def _node(view: View, edit: Edit, node: Node, precision: Precision, head: bool, 
     if precision.name == "int4":
         return _int4(view, edit, node, precision)
     activations = precision.activations if precision.name == "fp8" else "token"
+    if ranges is not None and ranges.choice is not None and ranges.choice.input_kept:
+        activations = "none"
     return _by_row(view, edit, node, precision, precision.name, activations)
 
 
 def _to_nearest(graph: Graph, precision: Precision) -> list[str]:
-    """What is said of experts, whose stacked matrices no calibration rounds."""
+    """What is said of experts that the calibration did not round: it knows transformers' experts interface alone."""
     paths = [n.path for n in graph if n.op == "grouped_linear" and precision.ranges(n.path) is None]
     if not paths or not precision.calibrated or precision.stored:
         return []
-    return [f"{len(paths)} stacks of experts are rounded to nearest by their ranges: calibration rounds linear layers"]
+    return [f"{len(paths)} stacks of experts are rounded to nearest by their ranges: their module loops over them"]
 
 
 def head_linears(view: View) -> set[str]:
@@ -325,7 +327,9 @@ def _summary(precision: Precision) -> list[str]:
     return [
         f"{path}: {100 * choice.loss / total:.2f} % of the loss of pure {name}, "
         f"{'kept in bf16' if choice.kept else 'FP8' if path == head else name}"
+        f"{', its input as it is' if choice.input_kept else ''}"
         for path, choice in sorted(choices.items(), key=lambda item: (-item[1].loss, item[0]))
+        if choice.loss > 0  # of experts it is not measured
     ]
 
 

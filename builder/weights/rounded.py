@@ -6,6 +6,8 @@ out: a source of stored tensors; the file. Must not know: how weights were round
     <module>.weight         E4M3 [N, K], by output channels whatever the checkpoint's layout
     <module>.weight_scale   f32 [N]
 
+of the experts of a layer, by the path of the parameter that they are: [E, N, K] and [E, N];
+
 for a table of INT8 weights:
 
     <module>.weight         I8 [N, K]
@@ -104,25 +106,26 @@ def open_rounded(table: CalibrationTable | None) -> RoundedWeights | None:
     return None if table is None or table.rounded is None else RoundedWeights.open(table)
 
 
-def _tensors(module: str, shape: tuple[int, int], weights: str) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor of a module [N, K]."""
+def _tensors(module: str, shape: tuple[int, ...], weights: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor of a module [N, K], or of experts [E, N, K]."""
     if weights != "int4":
         dtype = {"fp8": "f8e4m3", "int8": "i8"}[weights]
-        return [(weight_name(module), dtype, shape), (scale_name(module), "f32", shape[:1])]
-    groups = (shape[0], -(-shape[1] // INT4_GROUP))
+        return [(weight_name(module), dtype, shape), (scale_name(module), "f32", shape[:-1])]
+    groups = (*shape[:-1], -(-shape[-1] // INT4_GROUP))
     return [(weight_name(module), "u4", shape), (scale_name(module), "f16", groups), (zero_name(module), "u4", groups)]
 
 
 class RoundedWriter:
     """Writes such a file at `path`, a module or some rows of one at a time; use it in a `with`. `shapes`: [N, K] of
-    every module that will be added; `weights` fp8|int8|int4, `head`: the module that is fp8 beside any; `smoothed`:
-    modules that may have factors of their input. What is never added is zeros, so whoever writes must add all.
+    every module that will be added, [E, N, K] of experts, whose first axis counts as rows; `weights` fp8|int8|int4,
+    `head`: the module that is fp8 beside any; `smoothed`: modules that may have factors of their input. What is never
+    added is zeros, so whoever writes must add all.
     """
 
     def __init__(
         self,
         path: Path,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Mapping[str, tuple[int, ...]],
         weights: str = "fp8",
         head: str | None = None,
         smoothed: Collection[str] = (),
@@ -130,7 +133,7 @@ class RoundedWriter:
         self._path, self._offsets, header, at = path, dict[str, int](), {}, 0
         kinds = {module: "fp8" if module == head else weights for module in shapes}
         self._tensors = {module: _tensors(module, shape, kinds[module]) for module, shape in shapes.items()}
-        self._factors = {module: (factors_name(module), "f32", shapes[module][1:]) for module in smoothed}
+        self._factors = {module: (factors_name(module), "f32", shapes[module][-1:]) for module in smoothed}
         for module in sorted(shapes):
             for name, dtype, shape in (*self._tensors[module], *filter(None, (self._factors.get(module),))):
                 nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize

@@ -118,6 +118,28 @@ def test_a_layer_that_is_not_matched_is_named(name: str) -> None:
     assert [layer_of(path) for path in lost] == [layer_of(node.path)]
 
 
+def test_a_norm_whose_value_is_not_rounded_is_none_that_was_missed() -> None:
+    """In the second layer the calibration kept the input of the product behind the norm."""
+    product = (
+        "bias=False, x_scale=None, x_per_token=False, x_factors=False, epilogue='none', all_reduce=False, group_start=0"
+    )
+    text = f"""graph kept rank=0 tp=1 {{
+  %x: f32[T,16] = input() {{name='x'}}
+  %w: f32[16] = param() {{recipe="load('norm.weight')"}}
+  %v: f8e4m3[8,16] = param() {{recipe="load('up.weight')"}}
+  %s: f32[8] = param() {{recipe="load('up.scale')"}}
+  %a: f32[T,16] = rms_norm(%x, %w) {{eps=1e-05, residual=False, quantize=None}} @layers.0.norm
+  %a_fp8, %a_scale: f8e4m3[T,16], f32[T,1] = quantize(%a) {{scale=None}} @layers.0.up
+  %p: f32[T,8] = linear(%a_fp8, %v, %s, %a_scale) {{{product}}} @layers.0.up
+  %b: f32[T,16] = rms_norm(%x, %w) {{eps=1e-05, residual=False, quantize=None}} @layers.1.norm
+  %q: f32[T,8] = linear(%b, %v, %s) {{{product}}} @layers.1.up
+  return %p, %q
+}}
+"""
+    _, report = apply(PASSES["fuse_quantize"], [parse_graph(text, attrs_of)])
+    assert (report.matched, report.expected) == (1, 1)
+
+
 def test_every_pass_that_counts_its_places_is_sabotaged() -> None:
     counting = {name for name, step in PASSES.items() if apply(step, [before(name)])[1].expected is not None}
     assert counting == {*SABOTAGE, *WHOLE}

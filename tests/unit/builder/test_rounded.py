@@ -95,12 +95,15 @@ def test_passes_take_the_tables_choices(tmp_path: Path, family: str, activations
     view, ranges = View(traced.graph), {}
     linears = [n for n in traced.graph if n.op == "linear" and n.path != "lm_head"]
     kept = {linears[2].path, linears[-1].path}  # the first is merged with others where the family has them apart
+    unrounded = linears[3].path
     for node in linears:
         recipe = weight_recipe(view, node.inputs[1])
         assert recipe is not None
         weight = evaluate(recipe, tensors)
         amax = np.abs(weight).max(1)
-        ranges[node.path] = Ranges(4.0, tuple(amax.tolist()), Choice(node.path in kept, 0.5, 0.02, 0.03))
+        ranges[node.path] = Ranges(
+            4.0, tuple(amax.tolist()), Choice(node.path in kept, 0.5, 0.02, 0.03, input_kept=node.path == unrounded)
+        )
         tensors.values[weight_name(node.path)] = quantize_fp8(weight, amax[:, None] / 448)
         tensors.values[scale_name(node.path)] = amax / np.float32(448)
     params = params_of(tensors)
@@ -109,9 +112,12 @@ def test_passes_take_the_tables_choices(tmp_path: Path, family: str, activations
     compiled = pipeline.run(traced.graph, options)
     quantize = next(r for r in compiled.reports if r.name == "quantize")
     assert sum("kept in bf16" in note for note in quantize.notes) == len(kept)
+    assert [note.partition(":")[0] for note in quantize.notes if "its input as it is" in note] == [unrounded]
     for graph in compiled.graphs:
         dtypes = [graph.types()[n.inputs[1]].dtype for n in graph if n.op == "linear"]
         assert dtypes.count("bf16") == len(kept) + 1  # and the head
+        rounding = [(n.attrs.x_per_token, n.attrs.x_scale) for n in graph if n.op == "linear"]
+        assert rounding.count((False, None)) == len(kept) + 1 + 1
         recipes = [n.attrs.recipe for n in graph if n.op == "param" and n.types[0].dtype == "f8e4m3"]
         assert all("stored(" in recipe and "fp8(" not in recipe for recipe in recipes)
     assert compiled.launches[0].per_layer <= plain.launches[0].per_layer + 1

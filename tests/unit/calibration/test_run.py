@@ -84,6 +84,19 @@ def test_the_budget_holds_and_is_used(checkpoint: Checkpoint, tmp_path: Path, bu
     assert all(gate.kept == up.kept for gate, up in gate_up if gate and up)
 
 
+@pytest.mark.parametrize(("activations", "some"), [("token", True), ("static", False)])
+def test_the_inputs_that_cost_most_stay_as_they_are(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activations: str, some: bool
+) -> None:
+    monkeypatch.setattr(run, "_KEPT_INPUTS", 0.2)
+    table = calibrate(checkpoint, dataclasses.replace(SMALL, activations=activations, budget=1.0), tmp_path / "t.json")
+    choices = {path: ranges.choice for path, ranges in table.tensors.items()}
+    inputs = {path for path, choice in choices.items() if choice and choice.input_kept}
+    size = {path: by_outputs(module).numel() for path, module in linear_modules(load_reference(checkpoint)).items()}
+    assert sum(size[path] for path in inputs) <= 0.2 * (sum(size.values()) + 300 * 64)  # and the head
+    assert bool(inputs) == some == (table.version == 5)
+
+
 def test_the_same_arguments_give_the_same_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     options = dataclasses.replace(SMALL, activations="static")
     for name in ("a", "b"):

@@ -42,3 +42,18 @@ def test_what_costs_most_for_its_bytes_is_kept() -> None:
     assert sensitivity.kept(1 + (one + 10 * 96) / total) == {"c", "d"}  # the pair is dearer, but does not fit
     assert sensitivity.kept(1 + (2 * one + 10 * 96) / total) == {"c", "a", "b"}
     assert sensitivity.kept(2.0) == {"a", "b", "c", "d"}
+
+
+def test_inputs_that_cost_most_for_their_multiplications_stay() -> None:
+    """All readers of an input or none; a module that is bf16 has nothing to keep."""
+    shapes = {"q": (60, 100), "k": (40, 100), "up": (300, 100), "down": (100, 300), "o": (100, 100)}
+    readers = {"q": ("q", "k"), "k": ("q", "k"), "up": ("up",), "down": ("down",), "o": ("o",)}
+    losses = {"q": 0.5, "k": 0.3, "up": 0.9, "down": 0.3, "o": 0.7}
+    sensitivity = Sensitivity(
+        losses, [(path,) for path in shapes], shapes, dict.fromkeys(shapes, FORMATS["fp8"]), readers, losses
+    )
+    assert sensitivity.kept_inputs(frozenset(), 0.0) == frozenset()
+    assert sensitivity.kept_inputs(frozenset(), 0.125) == {"q", "k"}
+    assert sensitivity.kept_inputs(frozenset(), 0.3) == {"q", "k", "o"}  # up would not fit
+    assert sensitivity.kept_inputs(frozenset(), 0.625) == {"q", "k", "o", "up"}
+    assert sensitivity.kept_inputs(frozenset({"q"}), 0.1) == {"k"}

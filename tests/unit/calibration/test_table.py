@@ -46,6 +46,17 @@ def test_choices_read_back_the_same() -> None:
     assert (TABLE.version, ROUNDED.version, int4.version, head.version) == (1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("head", [None, "m.a"])
+def test_inputs_that_are_kept_read_back_the_same(head: str | None) -> None:
+    kept = {"m.b": Ranges(0.5, (THIRD,), Choice(False, 0.0, 1.0, THIRD, input_kept=True))}
+    table = dataclasses.replace(ROUNDED, activations="token", tensors={**ROUNDED.tensors, **kept}, head=head)
+    assert table.version == 5
+    assert CalibrationTable.from_json(table.to_json()) == table
+    broken = table.to_json().replace(b'"input_kept":true', b'"input_kept":1')
+    with pytest.raises(UsageError, match=r"m\.b\.input_kept is 1, expected true or false"):
+        CalibrationTable.from_json(broken)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -87,7 +98,7 @@ def test_a_table_of_another_checkpoint_is_refused_with_both_digests() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 5}, "version 5, this llmc reads versions 1 to 4"),
+        ({"version": 6}, "version 6, this llmc reads versions 1 to 5"),
         ({"checkpoint": 7}, "checkpoint is 7"),
         ({"data": None}, "data is None"),
         ({"data": {"source": "x"}}, "sha256 is None"),
