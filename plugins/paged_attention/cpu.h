@@ -260,15 +260,18 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     Lanes acc[R][N];
     for (auto& row : acc)
       for (auto& a : row) a = splat(0);
-    constexpr int kEach = (lines(D * BS) + BS - 1) / BS;
+    // The next partition's keys are fetched in every pass over the columns, an equal part in each: memory is idle in none.
+    constexpr int most = columns(R), kPasses = kFull / most + kFull % most + (kRest > 0);
+    constexpr int kPart = (lines(D * BS) + kPasses - 1) / kPasses, kEach = (kPart + BS - 1) / BS;
+    const int part = (column / kLanes / most + column / kLanes % most) * kPart;
     for (int first = s.first_group * kLanes; first < s.end; first += BS) {
       const KV* values = values_at(s, kv_head, first) + column;
-      const uint8_t* next = fetches(R) && first_rows && column == 0 ? s.next[first / BS] : nullptr;
+      const uint8_t* next = fetches(R) && first_rows ? s.next[first / BS] : nullptr;
       const KV* keys = reinterpret_cast<const KV*>(next) + int64_t(kv_head) * D * BS;
-      const int count = std::min(BS, s.end - first);
+      const int count = std::min(BS, s.end - first), fetching = next ? (kPart + kEach - 1) / kEach : 0;
       const float* w = weights + first;
       for (int i = 0; i < count; ++i, values += DV, ++w) {
-        for (int line = 0; next && line < kEach; ++line) fetch(keys, i * kEach + line);
+        for (int line = 0; i < fetching && line < kEach; ++line) fetch(keys, part + i * kEach + line);
         multiply<R, N>(acc, [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
           return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
         });
