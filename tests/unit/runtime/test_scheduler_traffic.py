@@ -170,6 +170,28 @@ def traffic(
     return requests, sizes, aborts
 
 
+@st.composite
+def returning(
+    draw: Callable,
+) -> tuple[list[tuple[int, list[int], SamplingParams, Handling]], dict[str, int], list[tuple[int, int]]]:
+    """Traffic as above of few prompts that come again and again, and push one another out of a pool for one."""
+    size = draw(st.sampled_from([2, 4]))
+    sizes = {
+        "blocks": 24 // size + draw(st.integers(0, 4)),
+        "size": size,
+        "seqs": draw(st.integers(1, 4)),
+        "tokens": draw(st.sampled_from([5, 24])),
+        "length": 24,
+    }
+    requests = []
+    for i in range(draw(st.integers(6, 16))):
+        prompt = [draw(st.integers(0, 2))] * draw(st.sampled_from([8, 16, 18])) + [i % 10]
+        params = SamplingParams(max_tokens=draw(st.integers(1, 4)), ignore_eos=True)
+        salt = draw(st.sampled_from(["", "", "", "x"]))
+        requests.append((2 * i + draw(st.integers(0, 3)), prompt, params, Handling(cache_salt=salt)))
+    return requests, sizes, draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), max_size=2))
+
+
 @given(traffic(), st.booleans(), st.sampled_from([0, 3, 40]), st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool, host: int, overlap: bool) -> None:
@@ -178,7 +200,7 @@ def test_every_request_ends_once_with_its_own_tokens(case: tuple, caching: bool,
 
 
 @given(
-    traffic(),
+    traffic() | returning(),
     st.sampled_from([1, 3, 12]),
     st.sampled_from([1, 5, 200]),
     st.booleans(),
