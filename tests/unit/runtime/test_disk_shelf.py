@@ -376,3 +376,29 @@ def test_a_disk_that_fails_meanwhile_costs_only_time(tmp_path: Path, monkeypatch
     io.catch_up()
     assert run.scheduler.schedule() is None
     check(run.scheduler)
+
+
+def test_blocks_after_one_that_is_missing_are_not_restored_in_its_place(tmp_path: Path) -> None:
+    run = make(blocks=16, size=4, tokens=64, memory=HostMemory(40), disk=on_disk(tmp_path))
+    for name, prompt in (("first", [1] * 12), ("other", [2] * 60)):
+        run.scheduler.add(sequence(name, prompt, max_tokens=2, ignore_eos=True))
+        run.finish()
+    shelf, parent, keys = run.scheduler.shelf, ROOT, []
+    assert shelf is not None
+    assert run.disk is not None
+    for _ in range(3):
+        keys.append((parent, (1, 1, 1, 1)))
+        found = shelf.find(keys[-1])
+        assert found is not None
+        assert found.place is not None
+        parent = found.serial
+    # The second of the three is on disk alone, and is not waited for again.
+    middle = shelf._entries.pop(keys[1])
+    run.disk.store(keys[1], middle.serial, middle.place)
+    shelf.memory.give_back([middle.place])
+    again = sequence("again", [1] * 12 + [3], max_tokens=4, ignore_eos=True)
+    again.asked = True
+    run.scheduler.add(again)
+    run.finish()
+    assert answer(again) == alone([1] * 12 + [3], again.params, 64)[0]
+    assert again.cached_tokens == 4
