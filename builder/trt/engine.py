@@ -2,7 +2,8 @@
 out: `TrtEngine`. Must not know: files, how the engine is run.
 
 One network, strongly typed, with two optimization profiles: number 0 for decode steps, number 1 for steps of any
-mixture (steps.py).
+mixture (steps.py). Two builds of TensorRT-RTX give engines of one length that differ in a few bytes: it numbers the
+sizes that are not known in an order of its own.
 """
 
 from __future__ import annotations
