@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from llmc.artifacts.errors import EnvironmentFault
+from llmc.artifacts.schema import TokenRange
 from llmc.builder import pipeline
+from llmc.builder.cpu.program import CpuLowered
 from llmc.builder.interpreter import Batch, run_ranks
 from llmc.builder.pipeline import Compiled, CompileOptions
 from llmc.profiles import load_cpu_target
 from tests.emulated import runnable, runs_here
 from tests.models import VOCAB
-from tests.unit.builder.native_engine import Engines, compile_all, lower_for_test
+from tests.unit.builder.native_engine import PROFILE, Engines, compile_all, lower_for_test
 from tests.unit.builder.test_native import BLOCKS, CAPACITIES, STEPS, model
 from tests.unit.builder.weights_of import params_of
 
@@ -34,15 +36,17 @@ def compiled(level: str) -> Compiled:
 
 
 @cache
-def code(level: str) -> tuple[object, list[bytes]]:
+def code(level: str) -> tuple[CpuLowered, list[bytes]]:
     target = load_cpu_target(f"cpu:{level}")
-    lowered = dataclasses.replace(lower_for_test(compiled(level), target=str(target)), target=runnable(target))
-    return lowered, compile_all([lowered])[0]
+    profile = dataclasses.replace(PROFILE, token_ranges=(TokenRange(1, 64, 64),))
+    lowered = lower_for_test(compiled(level), profile, str(target))
+    emulated = dataclasses.replace(lowered, target=runnable(target))
+    return emulated, compile_all([emulated])[0]
 
 
 def engines(level: str) -> Engines:
     lowered, libraries = code(level)
-    return Engines(lowered, libraries, model(FAMILY)[1], BLOCKS, 2)  # type: ignore[arg-type]
+    return Engines(lowered, libraries, model(FAMILY)[1], BLOCKS, 2)
 
 
 def batch(level: str) -> Batch:
