@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from llmc.artifacts.errors import PlanError
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 
 #: Raised by one whenever a reader of the older number could misread the newer program.
 VERSION = 2
@@ -26,10 +26,11 @@ VERSION = 2
 #: program itself.
 SPACES = ("weights", "shared", "constants", "arena", "kv", "states", "logits", "tokens", "null")
 #: The arrays of a step. `positions` and `sequence` (which one a token belongs to) are [T], `context_len` is [num_seqs],
-#: `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots` [num_seqs], `rows` [S], `wishes`
-#: [S, len(WISH)].
+#: `query_start` [num_seqs+1], `block_tables` [num_seqs, table_stride], `state_slots` [num_seqs], `rows` [S],
+#: `sampler_params` [S, len(SAMPLER_FIELDS)].
 STEP_ARRAYS = (
-    "ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows", "wishes"
+    "ids", "positions", "sequence", "query_start", "context_len", "block_tables", "state_slots", "rows",
+    "sampler_params",
 )  # fmt: skip
 #: Numbers of a step.
 SYMBOLS = ("T", "S", "num_seqs", "max_context")
@@ -182,7 +183,7 @@ class CudaProgram(msgspec.Struct, frozen=True):
             "block_tables": self.max_num_seqs * self.table_stride,
             "state_slots": self.max_num_seqs,
             "rows": self.max_num_seqs,
-            "wishes": self.max_num_seqs * len(WISH),
+            "sampler_params": self.max_num_seqs * len(SAMPLER_FIELDS),
         }
 
 

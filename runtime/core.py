@@ -50,7 +50,7 @@ from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit
 from llmc.runtime.records import RecordFile
-from llmc.runtime.sampling import RowSampler, logprobs_of, wishes_of
+from llmc.runtime.sampling import RowSampler, logprobs_of, sampler_params_of
 from llmc.runtime.scheduler import LEAST_CHUNK, Scheduler
 from llmc.runtime.shelf import Shelf
 from llmc.runtime.step import Chunk, StepBatch
@@ -119,7 +119,7 @@ class Core:
             profile.max_num_seqs,
             self._executor.threads * len(plan.manifest.ranks),
         )
-        self._wishes: np.ndarray | None = None  # of the step that was begun last
+        self._sampler_params: np.ndarray | None = None  # of the step that was begun last
         self._draining = self._stopping = False
         self._later: list[ToCore] = []  # messages that have come, and were not taken yet
         self._overlap = options.overlap
@@ -276,8 +276,8 @@ class Core:
         if not batch.chunks:
             return False
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.rows]
-        self._wishes = wishes_of(sequences) if self._executor.samples else None
-        self._executor.begin(batch, self._wishes)
+        self._sampler_params = sampler_params_of(sequences) if self._executor.samples else None
+        self._executor.begin(batch, self._sampler_params)
         if self._computed is not None:
             self._gap_seconds += time.perf_counter() - self._computed
         return True
@@ -287,10 +287,10 @@ class Core:
         logits = self._executor.finish()
         self._computed = time.perf_counter()
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.rows]
-        if self._wishes is None:
+        if self._sampler_params is None:
             sampled = self._sampler.sample(logits, sequences)
         else:
-            sampled = self._sampler.complete(logits, sequences, self._wishes, self._executor.tokens)
+            sampled = self._sampler.complete(logits, sequences, self._sampler_params, self._executor.tokens)
         gained = self._scheduler.update(batch, [found.token for found in sampled], following)
         now = time.perf_counter()
         self._observe(batch, now - self._begun)

@@ -133,7 +133,7 @@ class Executor:
         tp = len(manifest.ranks)
         self.threads = threads or max(usable_cpus() // tp, 1)
         self.step_timeout = step_timeout
-        #: Whether tokens can be chosen where logits are computed: `begin`'s wishes.
+        #: Whether tokens can be chosen where logits are computed: `begin`'s `sampler_params`.
         self.samples = manifest.target.kind == "cuda" and tp == 1
         layout = StepLayout(
             max_tokens=profile.max_num_batched_tokens,
@@ -225,26 +225,26 @@ class Executor:
         entry = self.plan.entry(name)
         return entry.offset, entry.size
 
-    def run(self, batch: StepBatch[C], wishes: np.ndarray | None = None) -> np.ndarray:
+    def run(self, batch: StepBatch[C], sampler_params: np.ndarray | None = None) -> np.ndarray:
         """Computes a step: `begin` and `finish` in one."""
-        self.begin(batch, wishes)
+        self.begin(batch, sampler_params)
         return self.finish()
 
-    def begin(self, batch: StepBatch[C], wishes: np.ndarray | None = None) -> None:
-        """Has the ranks compute a step. Nothing but `finish` may follow; the batch is not looked at any more. `wishes`
-        i32[S, len(WISH)]: rows whose tokens the GPU is to choose, of an executor that `samples`.
+    def begin(self, batch: StepBatch[C], sampler_params: np.ndarray | None = None) -> None:
+        """Has the ranks compute a step. Nothing but `finish` may follow; the batch is not looked at any more.
+        `sampler_params` i32[S, len(SAMPLER_FIELDS)]: whose tokens the GPU is to choose, of an executor that `samples`.
 
         Raises ValueError for a batch larger than the plan's profile.
         """
         counts = self._memory.write(batch)
         if self.samples:
-            self._memory.wishes[: counts[2]] = 0 if wishes is None else wishes
+            self._memory.sampler_params[: counts[2]] = 0 if sampler_params is None else sampler_params
         self._num_rows = counts[2]
         self._send(STEP + COUNTS.pack(*counts))
 
     def finish(self) -> np.ndarray:
         """Waits for the step that was begun; its logits, f32[S, vocab], are a view that the next step overwrites. Rows
-        whose tokens were wished for have none; their tokens stand in `tokens`.
+        whose tokens the GPU chooses have none; their tokens stand in `tokens`.
 
         Raises RankLost when a rank fails, after which the executor is closed.
         """
@@ -253,7 +253,7 @@ class Executor:
 
     @property
     def tokens(self) -> np.ndarray:
-        """i32[S]: what a GPU has chosen in the last step, where that was wished for; -1 as the sampler says it."""
+        """i32[S]: what a GPU has chosen in the last step, where it was to; -1 as the sampler says it."""
         return self._memory.tokens[: self._num_rows]
 
     def copy(self, copies: Copies) -> float:

@@ -136,8 +136,8 @@ class StepArrays:
     state_slots: np.ndarray
     rows: np.ndarray
     logits: np.ndarray
-    #: How a GPU is to choose tokens, i32[S, len(WISH)], and where it puts them, i32[S]; None where it does not.
-    wishes: np.ndarray | None = None
+    #: How a GPU is to choose tokens, i32[S, len(SAMPLER_FIELDS)], and where they go, i32[S]; None where it does not.
+    sampler_params: np.ndarray | None = None
     tokens: np.ndarray | None = None
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
 from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
@@ -49,27 +49,28 @@ class RowSampler:
         return self._sampler.sample(logits, [_row(sequence) for sequence in sequences])
 
     def complete(
-        self, logits: np.ndarray, sequences: Seq[Sequence], wishes: np.ndarray, tokens: np.ndarray
+        self, logits: np.ndarray, sequences: Seq[Sequence], sampler_params: np.ndarray, tokens: np.ndarray
     ) -> list[Sampled]:
-        """As `sample`, where a GPU has chosen `tokens` i32[rows] as `wishes_of` the sequences said; other rows' logits
-        are there.
+        """As `sample`, where a GPU has chosen `tokens` i32[rows] as `sampler_params_of` the sequences said; logits are
+        those of the other rows.
         """
-        here = np.flatnonzero(wishes[:, 0] == 0)
-        own = iter(self.sample(logits[here], [sequences[row] for row in here.tolist()]))
-        pairs = zip(tokens.tolist(), wishes[:, 0].tolist(), strict=True)
-        return [Sampled(token, 0.0, 0) if wished else next(own) for token, wished in pairs]
+        on_gpu = sampler_params[:, 0] != 0
+        rest = np.flatnonzero(~on_gpu)
+        own = iter(self.sample(logits[rest], [sequences[row] for row in rest.tolist()]))
+        pairs = zip(tokens.tolist(), on_gpu.tolist(), strict=True)
+        return [Sampled(token, 0.0, 0) if chosen else next(own) for token, chosen in pairs]
 
 
-def wishes_of(sequences: Seq[Sequence]) -> np.ndarray:
-    """How a GPU is to choose the sequences' next tokens: i32[rows, len(WISH)]."""
-    return np.array([wish(_row(sequence)) for sequence in sequences], np.int32).reshape(-1, len(WISH))
+def sampler_params_of(sequences: Seq[Sequence]) -> np.ndarray:
+    """How a GPU is to choose the sequences' next tokens: i32[rows, len(SAMPLER_FIELDS)]."""
+    return np.array([params_of(_row(sequence)) for sequence in sequences], np.int32).reshape(-1, len(SAMPLER_FIELDS))
 
 
-def wish(row: SamplingRow) -> tuple[int, ...]:
-    """WISH of a row; zeros, for the host, where its logits are changed or their logarithms wanted."""
+def params_of(row: SamplingRow) -> tuple[int, ...]:
+    """SAMPLER_FIELDS of a row; zeros, for the host, where its logits are changed or their logarithms wanted."""
     changed = (row.repetition_penalty, row.presence_penalty, row.frequency_penalty) != (1.0, 0.0, 0.0)
     if changed or len(row.bias_ids) or len(row.banned) or row.num_logprobs >= 0:
-        return (0,) * len(WISH)
+        return (0,) * len(SAMPLER_FIELDS)
     temperature, top_p, low, high, counter = _WORDS.unpack(
         _FIELDS.pack(row.temperature, row.top_p, row.seed, row.counter)
     )

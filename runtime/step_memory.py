@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.runtime.native import StepArrays
 from llmc.runtime.step import Chunk, StepBatch
 
@@ -52,7 +52,7 @@ class StepLayout:
             "block_tables": self.max_seqs * self.table_stride,
             "state_slots": self.max_seqs,
             "rows": self.max_seqs,
-            "wishes": self.max_seqs * len(WISH) * self.samples,
+            "sampler_params": self.max_seqs * len(SAMPLER_FIELDS) * self.samples,
             "tokens": self.max_seqs * self.samples,
             "logits": self.max_seqs * self.vocab,
             "stamps": self.stamps * self.ranks,
@@ -79,8 +79,8 @@ class StepMemory:
         self._data = mmap.mmap(descriptor, layout.size)
         self._ints = {name: self._view(name, np.int32) for name in list(layout.places())[:7]}
         self._tables = self._ints["block_tables"].reshape(layout.max_seqs, layout.table_stride)
-        #: i32[max_seqs, len(WISH)] and i32[max_seqs]: see `StepArrays`; empty where no GPU chooses.
-        self.wishes = self._view("wishes", np.int32).reshape(-1, len(WISH))
+        #: i32[max_seqs, len(SAMPLER_FIELDS)] and i32[max_seqs]: see `StepArrays`; empty where no GPU chooses.
+        self.sampler_params = self._view("sampler_params", np.int32).reshape(-1, len(SAMPLER_FIELDS))
         self.tokens = self._view("tokens", np.int32)
         self._logits = self._view("logits", np.float32).reshape(layout.max_seqs, layout.vocab)
         #: i64[ranks, stamps]: when each launch of the last step began, and the last ended, in nanoseconds.
@@ -141,7 +141,7 @@ class StepMemory:
             state_slots=ints["state_slots"][:num_seqs],
             rows=ints["rows"][:num_rows],
             logits=self._logits[:num_rows],
-            wishes=self.wishes[:num_rows] if self.layout.samples else None,
+            sampler_params=self.sampler_params[:num_rows] if self.layout.samples else None,
             tokens=self.tokens[:num_rows] if self.layout.samples else None,
         )
 

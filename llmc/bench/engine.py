@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.artifacts.plan import Plan
-from llmc.artifacts.wish import GREEDY
+from llmc.artifacts.sampler_params import GREEDY
 from llmc.bench.machine import held_bytes
 from llmc.bench.work import Work, prompt
 from llmc.runtime.executor import Executor
@@ -66,12 +66,12 @@ class EngineSystem:
                 self._fill(work.context, table, number)
                 self._filled.add((work.context, number))
         # As in a server: where a GPU can choose tokens, no logits come to the host.
-        wishes = np.array([GREEDY] * len(tables), np.int32) if self._executor.samples else None
+        sampler_params = np.array([GREEDY] * len(tables), np.int32) if self._executor.samples else None
         start = time.perf_counter()
         for position in range(first, first + steps):
             token = self._ids[position : position + 1]
             batch = StepBatch([Chunk(token, position, table, 1, i) for i, table in enumerate(tables)])
-            self._executor.run(batch, wishes)
+            self._executor.run(batch, sampler_params)
         return (time.perf_counter() - start) / steps
 
     def _fill(self, count: int, table: array[int], slot: int) -> None:

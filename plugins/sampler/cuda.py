@@ -5,7 +5,7 @@ It is no operator of the graph: its launch stands behind all others of a step, w
 
 from __future__ import annotations
 
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.plugins.cuda.call import CudaCall, Product, Space, StepArray
 from llmc.plugins.cuda.rows import power_of_two
 
@@ -22,10 +22,10 @@ def launch(vocab: int) -> CudaCall:
         args={
             "logits": Space("logits", "f32"),
             "weights": Space("arena", "i32"),
-            "wishes": StepArray("wishes"),
+            "sampler_params": StepArray("sampler_params"),
             "tokens": Space("tokens", "i32"),
         },
-        constexprs={"FIELDS": len(WISH), "VOCAB": vocab, "BLOCK": min(_BLOCK, power_of_two(vocab))},
+        constexprs={"FIELDS": len(SAMPLER_FIELDS), "VOCAB": vocab, "BLOCK": min(_BLOCK, power_of_two(vocab))},
         grid=((Product(("S",)),),),
         num_warps=_WARPS,
     )

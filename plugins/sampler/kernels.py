@@ -117,12 +117,12 @@ def look_up(weights, target, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def draw(x, weights, wish, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """One token at a temperature above zero; see `sample` for `wish`."""
+def draw(x, weights, params, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """One token at a temperature above zero; see `sample` for `params`."""
     mass = weigh(x, weights, top, temperature, VOCAB, BLOCK)
-    top_p = tl.load(wish + 2).to(tl.float32, bitcast=True)
-    top_k = tl.load(wish + 3)
-    least = tl.load(wish + 4)
+    top_p = tl.load(params + 2).to(tl.float32, bitcast=True)
+    top_k = tl.load(params + 3)
+    least = tl.load(params + 4)
     edge = tl.full((), 0, tl.int32)
     room = mass * 0 + VOCAB
     if (top_k > 0) & (top_k < VOCAB):
@@ -137,9 +137,9 @@ def draw(x, weights, wish, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.cons
         room = tl.where(found == edge, tl.minimum(room, ties), ties)
         edge = found
     total = drop(weights, edge, room, least, VOCAB, BLOCK)
-    counter = tl.load(wish + 7).to(tl.uint32, bitcast=True)
+    counter = tl.load(params + 7).to(tl.uint32, bitcast=True)
     none = counter & 0
-    low_key, high_key = tl.load(wish + 5).to(tl.uint32, bitcast=True), tl.load(wish + 6).to(tl.uint32, bitcast=True)
+    low_key, high_key = tl.load(params + 5).to(tl.uint32, bitcast=True), tl.load(params + 6).to(tl.uint32, bitcast=True)
     low, high, _, _ = philox_impl(counter, none, none, none, low_key, high_key)
     bits = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     target = tl.umulhi(bits, total.to(tl.uint64)).to(tl.int64)
@@ -147,13 +147,13 @@ def draw(x, weights, wish, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def sample(logits, weights, wishes, tokens, FIELDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def sample(logits, weights, sampler_params, tokens, FIELDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """logits f32[S, VOCAB] -> tokens i32[S], -1 for a row with NaN or +inf, or of -inf alone. `weights` i32[S, VOCAB]:
-    scratch. `wishes` i32[S, FIELDS], see artifacts.wish.WISH; a row that is not wished for is passed over.
+    scratch. `sampler_params` i32[S, FIELDS], see artifacts/sampler_params.py; rows that are not `on_gpu` stay out.
     """
     row = tl.program_id(0)
-    wish = wishes + row * FIELDS
-    if tl.load(wish) != 0:
+    params = sampler_params + row * FIELDS
+    if tl.load(params) != 0:
         x = logits + row.to(tl.int64) * VOCAB
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         places = tl.full([BLOCK], VOCAB, tl.int32)
@@ -167,7 +167,7 @@ def sample(logits, weights, wishes, tokens, FIELDS: tl.constexpr, VOCAB: tl.cons
         top = tl.max(best, axis=0)
         token = tl.min(tl.where(best == top, places, VOCAB), axis=0)
         usable = (tl.max(unordered, axis=0) == 0) & (top != float("inf")) & (top != float("-inf"))
-        temperature = tl.load(wish + 1).to(tl.float32, bitcast=True)
+        temperature = tl.load(params + 1).to(tl.float32, bitcast=True)
         if usable & (temperature >= GREEDY_BELOW):
-            token = draw(x, weights + row.to(tl.int64) * VOCAB, wish, top, temperature, VOCAB, BLOCK)
+            token = draw(x, weights + row.to(tl.int64) * VOCAB, params, top, temperature, VOCAB, BLOCK)
         tl.store(tokens + row, tl.where(usable, token, -1))

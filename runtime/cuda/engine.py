@@ -98,7 +98,7 @@ class CudaEngine:
         self._communicator.all_reduce(address, count, dtype, stream)
 
     def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
-        """Runs one step and fills `step.tokens` where that is wished, this rank's columns of `step.logits` where not:
+        """Runs one step and fills `step.tokens` where it is to choose, this rank's columns of `step.logits` where not:
         in the other rows stands anything. `stamps` as `native.Engine` has them, from the GPU's clock; where a step has
         fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
         """
@@ -173,7 +173,7 @@ class CudaEngine:
     def _download_logits(self, step: StepArrays) -> None:
         """This rank's columns of the rows that the host wants, each run of them in one go."""
         first, columns = self.program.columns
-        wanted = np.ones(len(step.rows), bool) if step.wishes is None else step.wishes[:, 0] == 0
+        wanted = np.ones(len(step.rows), bool) if step.sampler_params is None else step.sampler_params[:, 0] == 0
         edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             host = step.logits.ctypes.data + 4 * (begin * self.program.vocab + first)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.artifacts.errors import EnvironmentFault, UsageError
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.artifacts.schema import Manifest, RankProgram, Target
-from llmc.artifacts.wish import WISH
 from llmc.runtime.machine import has_gpu_driver
 
 #: What the driver, loaded kernels and captured graphs take beside what is allocated, and NCCL's buffers where there are
@@ -98,7 +98,8 @@ def fixed_bytes(manifest: Manifest, rank: RankProgram, num_slots: int) -> int:
     """What a rank takes of its GPU beside the KV pool."""
     profile = manifest.profile
     arrays = 4 * (
-        3 * profile.max_num_batched_tokens + profile.max_num_seqs * (5 + len(WISH) + _blocks_of_sequence(manifest))
+        3 * profile.max_num_batched_tokens
+        + profile.max_num_seqs * (5 + len(SAMPLER_FIELDS) + _blocks_of_sequence(manifest))
     )
     logits = 4 * profile.max_num_seqs * rank.vocab_size
     reserve = RESERVE + (RESERVE_NCCL if len(manifest.ranks) > 1 else 0)

@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 
 from llmc.artifacts.cuda_program import Address, CudaProgram
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.runtime.cuda import driver
 from llmc.runtime.native import StepArrays
 
@@ -62,7 +62,7 @@ class DeviceMemory:
             for name, count in self.program.step_arrays().items()
         }
         self.tables = self.arrays["block_tables"].reshape(-1, self.program.table_stride)
-        self.wishes = self.arrays["wishes"].reshape(-1, len(WISH))
+        self.sampler_params = self.arrays["sampler_params"].reshape(-1, len(SAMPLER_FIELDS))
 
     def address(self, place: Address) -> int:
         """Where it is on the GPU."""
@@ -81,9 +81,9 @@ class DeviceMemory:
         arrays["context_len"][:seqs], arrays["rows"][:rows] = step.context_len, step.rows
         self.tables[:seqs, :stride] = step.block_tables
         arrays["state_slots"][:seqs] = step.state_slots
-        self.wishes[: max(rows, padded)] = 0  # the host chooses
-        if step.wishes is not None:
-            self.wishes[:rows] = step.wishes
+        self.sampler_params[: max(rows, padded)] = 0  # the host chooses
+        if step.sampler_params is not None:
+            self.sampler_params[:rows] = step.sampler_params
         if padded > seqs:
             own = np.arange(seqs, padded, dtype=np.int32)
             arrays["ids"][tokens:padded], arrays["positions"][tokens:padded] = 0, -1
@@ -102,7 +102,7 @@ class DeviceMemory:
             "block_tables": seqs * self.program.table_stride,
             "state_slots": seqs,
             "rows": rows,
-            "wishes": rows * len(WISH),
+            "sampler_params": rows * len(SAMPLER_FIELDS),
         }
         for name, count in counts.items():
             stream.upload(self.bases[name], self._host + self._offsets[name], 4 * count)

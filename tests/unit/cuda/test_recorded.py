@@ -21,7 +21,7 @@ import pytest
 import llmc
 from llmc.artifacts.cuda_program import Address, AllReduce, CudaProgram, Float, Int, Steps, Symbol, decode_program
 from llmc.artifacts.plan import Plan
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.builder.cuda.cubin import resources
 from tests.models import save_checkpoint
 
@@ -42,9 +42,9 @@ with Executor(Plan.open(sys.argv[1]), num_blocks=4, host_bytes=1 << 20) as execu
     executor.run(StepBatch([chunk(0, 9, 0), chunk(0, 3, 1, 0)]))
     executor.run(StepBatch([chunk(9, 1, 0)]))
     executor.run(StepBatch([chunk(10, 1, 0), chunk(3, 1, 1), chunk(0, 1, 2)]))
-    wishes = np.zeros((4, 8), np.int32)
-    wishes[[0, 2], 0] = 1
-    executor.begin(StepBatch([chunk(11, 1, 0), chunk(4, 1, 1), chunk(1, 1, 2), chunk(0, 1, 3)]), wishes)
+    sampler_params = np.zeros((4, 8), np.int32)
+    sampler_params[[0, 2], 0] = 1
+    executor.begin(StepBatch([chunk(11, 1, 0), chunk(4, 1, 1), chunk(1, 1, 2), chunk(0, 1, 3)]), sampler_params)
     executor.finish()
     executor.copy(Copies(blocks_out=[(1, 0)], blocks_in=[(2, 0)]))
 """
@@ -180,18 +180,18 @@ def test_a_graph_uploads_its_arrays_and_downloads_its_tokens(plan: Plan, recorde
     second = inside[len(inside) // 2 :]
     uploads = {int(line[1], 16): int(line[3]) for line in second if line[0] == "upload"}
     sizes = {"ids": 4, "positions": 4, "sequence": 4, "query_start": 5, "context_len": 4, "state_slots": 4, "rows": 4,
-             "block_tables": 4 * program.table_stride, "wishes": 4 * len(WISH)}  # fmt: skip
+             "block_tables": 4 * program.table_stride, "sampler_params": 4 * len(SAMPLER_FIELDS)}  # fmt: skip
     assert uploads == {places[name][0]: 4 * count for name, count in sizes.items()}
     (tokens,) = [line for line in second if line[0] == "download"]
     assert (int(tokens[2], 16), int(tokens[3])) == (places["tokens"][0], 16)
 
 
-def test_logits_come_to_the_host_where_tokens_are_not_wished_for(plan: Plan, recorded: Recorded) -> None:
+def test_logits_come_to_the_host_where_it_chooses(plan: Plan, recorded: Recorded) -> None:
     program = program_of(plan)
     width, device = 4 * program.vocab, spaces(plan, recorded, program)["logits"][0]
     found = [line for line in recorded.lines if line[0] == "rows"]
     assert not [line for line in recorded.lines if line[:2] == ["captured", "rows"]]
-    # Of the steps without wishes all rows, as many as there are; of the last one rows 1 and 3.
+    # Of the steps without sampler_params all rows, as many as there are; of the last one rows 1 and 3.
     rows = [(int(line[3], 16) - device, int(line[5]), int(line[6])) for line in found]
     assert rows == [(0, width, 1), (0, width, 1), (0, width, 3), (width, width, 1), (3 * width, width, 1)]
     assert int(found[-1][1], 16) - int(found[-2][1], 16) == 2 * width

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.artifacts.wish import WISH
+from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.builder.cuda.interpret import Address, Launch
 from llmc.builder.cuda.variant import variant
 from llmc.plugins.sampler import reference
 from llmc.plugins.sampler.cuda import launch
 from llmc.runtime.native import SamplingRow
-from llmc.runtime.sampling import wish
+from llmc.runtime.sampling import params_of
 from tests.unit.cuda.compiled import check_cubin, compiled
 from tests.unit.cuda.harness import UNWRITTEN, interpreter
 
@@ -24,10 +24,15 @@ from tests.unit.cuda.harness import UNWRITTEN, interpreter
 def choose(logits: np.ndarray, rows: Sequence[SamplingRow], block: int | None = None) -> list[int]:
     """i32[S] as the kernel leaves it; `block`: logits that a program looks at together."""
     count, vocab = logits.shape
-    wishes = np.array([wish(row) for row in rows], np.int32)
+    sampler_params = np.array([params_of(row) for row in rows], np.int32)
     call = launch(vocab)
     memory, top, places = interpreter().memory, 4096, {}
-    sizes = {"logits": 4 * logits.size, "arena": 4 * logits.size, "wishes": wishes.nbytes, "tokens": 4 * count}
+    sizes = {
+        "logits": 4 * logits.size,
+        "arena": 4 * logits.size,
+        "sampler_params": sampler_params.nbytes,
+        "tokens": 4 * count,
+    }
     for name, size in sizes.items():
         places[name] = Address(top, size, "f32" if name == "logits" else "i32")
         memory[top : top + size + 256] = UNWRITTEN
@@ -38,7 +43,7 @@ def choose(logits: np.ndarray, rows: Sequence[SamplingRow], block: int | None = 
         return memory[place.offset : place.offset + place.nbytes].view(dtype)
 
     view("logits", np.float32)[:] = logits.reshape(-1)
-    view("wishes", np.int32)[:] = wishes.reshape(-1)
+    view("sampler_params", np.int32)[:] = sampler_params.reshape(-1)
     args = {name: places[arg.name] for name, arg in call.args.items()}  # type: ignore[union-attr]
     constexprs = call.constexprs if block is None else {**call.constexprs, "BLOCK": block}
     interpreter().run([Launch(call.kernel, args, constexprs, (count, 1, 1))])
@@ -97,7 +102,7 @@ def test_a_vocabulary_of_49152() -> None:
     ],
 )  # fmt: skip
 def test_other_rows_are_left_to_the_host(change: dict[str, Any]) -> None:
-    assert wish(SamplingRow(**change)) == (0,) * len(WISH)
+    assert params_of(SamplingRow(**change)) == (0,) * len(SAMPLER_FIELDS)
     found = choose(np.zeros((2, 8), np.float32), [SamplingRow(0.0), SamplingRow(**change)])
     assert found[0] == 0
     assert np.array(found[1], np.int32).tobytes() == bytes([UNWRITTEN] * 4)

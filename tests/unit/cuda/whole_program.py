@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmc.artifacts.cuda_program import STEP_ARRAYS, Address, Float, Int, Symbol
+from llmc.artifacts.sampler_params import GREEDY, SAMPLER_FIELDS
 from llmc.artifacts.types import NUMPY_DTYPES
-from llmc.artifacts.wish import GREEDY, WISH
 from llmc.builder.arena import aligned
 from llmc.builder.cuda.interpret import Address as Extent
 from llmc.builder.cuda.interpret import Interpreter, Launch
@@ -49,7 +49,7 @@ class _Rank:
             **dict.fromkeys(("ids", "positions", "sequence"), 4 * tokens),
             **dict.fromkeys(("context_len", "state_slots", "rows"), 4 * seqs),
             "query_start": 4 * (seqs + 1),
-            "wishes": 4 * seqs * len(WISH),
+            "sampler_params": 4 * seqs * len(SAMPLER_FIELDS),
             "block_tables": 4 * seqs * stride,
         }
         self.starts: dict[str, int] = {}
@@ -166,7 +166,7 @@ class WholeProgram:
         return self.memory[start : start + rank.sizes[space]]
 
     def _write(self, rank: _Rank, name: str, values: np.ndarray) -> None:
-        values = values.reshape(-1) if name == "wishes" else values
+        values = values.reshape(-1) if name == "sampler_params" else values
         if name == "block_tables":
             stride = rank.sizes[name] // 4 // self.lowered.profile.max_num_seqs
             table = self._bytes(rank, name).view(np.int32).reshape(-1, stride)
@@ -192,7 +192,7 @@ def _arrays(inputs: Mapping[str, np.ndarray], context: StepContext, padded: int)
         "context_len": [*context.context_len, *[0] * padded],
         "state_slots": [*slots, *[0] * padded],
         "rows": [*inputs["rows"], *own],
-        "wishes": [*[GREEDY] * len(inputs["rows"]), *[(0,) * len(WISH)] * padded],
+        "sampler_params": [*[GREEDY] * len(inputs["rows"]), *[(0,) * len(SAMPLER_FIELDS)] * padded],
     }
     assert set(found) | {"block_tables"} == set(STEP_ARRAYS)
     arrays = {name: np.asarray(values, np.int32) for name, values in found.items()}

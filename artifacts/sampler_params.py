@@ -5,8 +5,8 @@ Imports nothing, as ranks import it.
 
 from __future__ import annotations
 
-#: A row of i32s. `here`: 1 where the GPU is to choose, 0 where the logits go to the host; the bits of two f32; top_k;
+#: A row of i32s. `on_gpu`: 1 where the GPU is to choose, 0 where the logits go to the host; the bits of two f32; top_k;
 #: the least weight that min_p leaves (see plugins/sampler/cpu.h); the halves of the seed; the counter.
-WISH = ("here", "temperature", "top_p", "top_k", "least", "seed_low", "seed_high", "counter")
+SAMPLER_FIELDS = ("on_gpu", "temperature", "top_p", "top_k", "least", "seed_low", "seed_high", "counter")
 #: The likeliest token.
-GREEDY = (1, *[0] * (len(WISH) - 1))
+GREEDY = (1, *[0] * (len(SAMPLER_FIELDS) - 1))
