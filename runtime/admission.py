@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from llmc.artifacts.errors import UsageError
 
 #: Share of the pool that admission leaves free: what the estimate has missed comes out of it.
-WATERMARK = 0.01
+_WATERMARK = 0.01
 #: Weight of the latest answer in the average length.
 _NEWEST = 0.05
 #: Ends that the rate of ends is taken over, and the bounds of what a client is told to wait, in seconds.
@@ -81,6 +81,54 @@ class AnswerLength:
     def remaining(self, generated: int, most: int) -> int:
         """How many more a sequence is expected to generate; `most` is what its limit leaves."""
         return min(max(int(self._mean) - generated, 0), most)
+
+
+class Holder(Protocol):
+    """What admission sees of a sequence."""
+
+    @property
+    def tokens(self) -> Sized:
+        """Of its prompt and its answer so far."""
+
+    @property
+    def blocks(self) -> Sized:
+        """All that it holds."""
+
+    @property
+    def borrowed(self) -> int:
+        """How many of them are others', too."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens of its answer so far."""
+
+    @property
+    def limit(self) -> int:
+        """Tokens that it may have in the end."""
+
+
+class Forecast:
+    """Whether a pool's blocks will do, as far as answers so far tell."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.answers = AnswerLength()
+        self._block_size = block_size
+        self._watermark = max(1, int(num_blocks * _WATERMARK))
+
+    def fits(self, work: Seq[Holder], sequence: Holder, prefix: int, available: int) -> bool:
+        """Whether `available` blocks will do until the first of those at `work` end, with the sequence among them, of
+        whose blocks `prefix` are there.
+        """
+        own = sum(len(holder.blocks) - holder.borrowed for holder in work)
+        growths = [self._growth(holder, holder.borrowed) for holder in work]
+        peak = peak_blocks([*growths, self._growth(sequence, prefix)], self._block_size)
+        fresh = -(-len(sequence.tokens) // self._block_size) - prefix
+        return max(peak - own, fresh) + self._watermark <= available
+
+    def _growth(self, holder: Holder, borrowed: int) -> Growth:
+        tokens = len(holder.tokens)
+        gain = self.answers.remaining(holder.generated, holder.limit - tokens)
+        return Growth(tokens - borrowed * self._block_size, gain)
 
 
 class Patience:

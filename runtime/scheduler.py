@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from llmc.artifacts.errors import UsageError
-from llmc.runtime.admission import WATERMARK, AnswerLength, Growth, Patience, most_tokens, peak_blocks
+from llmc.runtime.admission import Forecast, Patience, most_tokens
 from llmc.runtime.blocks import BlockPool
 from llmc.runtime.core_sequence import Scheduled, Sequence
 from llmc.runtime.disk_shelf import DiskShelf
@@ -87,8 +87,7 @@ class Scheduler:
         # With no more seats than tokens, every decode fits each step and a prompt gets at least one token.
         self._seats = min(max_num_seqs, max_num_batched_tokens)
         self._slots = StateSlots(self._seats)
-        self._watermark = max(1, int(pool.num_blocks * WATERMARK))
-        self._answers = AnswerLength()
+        self._forecast = Forecast(pool.num_blocks, pool.block_size)
         self._running: list[Sequence] = []  # by standing: whoever gives way first is last
         self._waiting = Waiting(self.policy.weights, self._patience)
         self._by_id: dict[str, Sequence] = {}
@@ -296,8 +295,10 @@ class Scheduler:
             return None
         prefix = self._sharing.match(sequence)
         available = self.pool.available_besides(prefix)
-        fits = self.pool.blocks_for(len(sequence.tokens)) - len(prefix) <= available
-        return prefix if fits and (not self._running or self._fits(sequence, len(prefix), available)) else None
+        if self.pool.blocks_for(len(sequence.tokens)) - len(prefix) > available:
+            return None
+        fits = not self._running or self._forecast.fits(self._running, sequence, len(prefix), available)
+        return prefix if fits else None
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         """Gives the sequence blocks for all its tokens, and what is known of them."""
@@ -317,19 +318,6 @@ class Scheduler:
             self.parking.restore(parked, sequence.blocks, len(prefix), sequence.state_slot)
             sequence.computed = max(sequence.computed, parked.tokens)
             sequence.parked = None
-
-    def _fits(self, sequence: Sequence, prefix: int, available: int) -> bool:
-        """Whether `available` blocks will do until the first of those at work end, this one among them."""
-        work = [self._growth(s, s.borrowed) for s in self._running]
-        own = sum(len(s.blocks) - s.borrowed for s in self._running)
-        peak = peak_blocks([*work, self._growth(sequence, prefix)], self.pool.block_size)
-        fresh = self.pool.blocks_for(len(sequence.tokens)) - prefix
-        return max(peak - own, fresh) + self._watermark <= available
-
-    def _growth(self, sequence: Sequence, borrowed: int) -> Growth:
-        n = len(sequence.tokens)
-        gain = self._answers.remaining(sequence.generated, sequence.limit - n)
-        return Growth(n - borrowed * self.pool.block_size, gain)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.parked = self.parking.park(sequence.computed, sequence.blocks, sequence.state_slot)
@@ -395,7 +383,7 @@ class Scheduler:
                 sequence.parked = None
         sequence.expect_nothing()
         if reason in _ENDED_WELL:
-            self._answers.ended(sequence.generated)
+            self._forecast.answers.ended(sequence.generated)
         sequence.finish_reason = reason
 
     def _release(self, sequence: Sequence) -> None:
