@@ -158,6 +158,11 @@ class CudaProgram(msgspec.Struct, frozen=True):
         return -(-self.max_seq_len // self.block_size)
 
     @property
+    def logits_width(self) -> int:
+        """Columns of the logits in this rank's memory."""
+        return self.columns[1]
+
+    @property
     def samples(self) -> bool:
         """Whether its steps choose tokens: a rank that has whole rows of logits does."""
         return self.tp == 1
@@ -174,17 +179,22 @@ class CudaProgram(msgspec.Struct, frozen=True):
 
     def step_arrays(self) -> dict[str, int]:
         """Elements of each of STEP_ARRAYS, at the largest step."""
-        return {
-            "ids": self.max_tokens,
-            "positions": self.max_tokens,
-            "sequence": self.max_tokens,
-            "query_start": self.max_num_seqs + 1,
-            "context_len": self.max_num_seqs,
-            "block_tables": self.max_num_seqs * self.table_stride,
-            "state_slots": self.max_num_seqs,
-            "rows": self.max_num_seqs,
-            "sampler_params": self.max_num_seqs * len(SAMPLER_FIELDS),
-        }
+        return step_arrays(self.max_tokens, self.max_num_seqs, self.table_stride)
+
+
+def step_arrays(tokens: int, seqs: int, table_stride: int) -> dict[str, int]:
+    """Elements of each of STEP_ARRAYS, at a step of so many tokens and sequences."""
+    return {
+        "ids": tokens,
+        "positions": tokens,
+        "sequence": tokens,
+        "query_start": seqs + 1,
+        "context_len": seqs,
+        "block_tables": seqs * table_stride,
+        "state_slots": seqs,
+        "rows": seqs,
+        "sampler_params": seqs * len(SAMPLER_FIELDS),
+    }
 
 
 def encode_program(program: CudaProgram) -> bytes:

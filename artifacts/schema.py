@@ -45,14 +45,20 @@ class Section:
 
 @dataclass(frozen=True)
 class Target:
-    """`kind` "cpu", `isa` "x86-64-v3", or "cuda", "sm_90"; `features` are the /proc/cpuinfo flags that a machine must
-    show. `driver`: the least version of the GPU's driver, as cuDriverGetVersion counts (13000 is CUDA 13.0); 0: none.
+    """`kind` "cpu", `isa` "x86-64-v3", or "cuda" or "tensorrt", "sm_90"; `features` are the /proc/cpuinfo flags that a
+    machine must show. `driver`: the least version of the GPU's driver, as cuDriverGetVersion counts (13000 is CUDA
+    13.0); 0: none.
     """
 
     kind: str
     isa: str
     features: tuple[str, ...] = ()
     driver: int = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its steps run on a GPU, one a rank."""
+        return self.kind != "cpu"
 
 
 @dataclass(frozen=True)

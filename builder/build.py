@@ -142,7 +142,8 @@ def compile_plan(
     if table is not None:
         with progress.stage("ranges"):
             check_ranges(front.traced.graph, table, source)
-    codes = backend.code(front.lowered, progress)
+    finished, codes = backend.code(front.lowered, source, progress)
+    front = dataclasses.replace(front, lowered=finished)
     memory = memory_plan(front.lowered, checkpoint.name, options.precision)
     with PlanWriter(out) as writer:
         for program in front.lowered.programs:
@@ -239,7 +240,9 @@ def _compile_options(
 def _write_weights(writer: PlanWriter, front: _Front, source: ModelWeights, progress: Progress) -> dict[str, float]:
     """Returns each rounded tensor's relative error."""
     meter = ErrorMeter()
-    members: dict[str, Member] = {f"weights/rank{p.rank}.bin": p.weights for p in front.lowered.programs}
+    members: dict[str, Member] = {  # of ranks that have none in their code
+        p.weights_section: p.weights for p in front.lowered.programs if p.weights.nbytes == p.weights_bytes
+    }
     if front.lowered.shared.nbytes:
         members[SHARED] = front.lowered.shared
     with progress.stage("weights", sum(member.nbytes for member in members.values())) as done:

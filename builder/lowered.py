@@ -56,6 +56,16 @@ class RankCode(ABC):
         """The section of the plan that its code stands in."""
 
     @property
+    def weights_section(self) -> str:
+        """The section that its weights stand in."""
+        return f"weights/rank{self.rank}.bin"
+
+    @property
+    def weights_bytes(self) -> int:
+        """Its weights alone, without those that all ranks share."""
+        return self.weights.nbytes
+
+    @property
     @abstractmethod
     def arena_bytes(self) -> int:
         """Activations of the largest step."""
@@ -89,9 +99,9 @@ def rank_program(program: RankCode, launches_per_layer: float) -> RankProgram:
     return RankProgram(
         rank=program.rank,
         code=program.section,
-        weights=f"weights/rank{program.rank}.bin",
+        weights=program.weights_section,
         graph=f"graph/rank{program.rank}.ir",
-        weights_bytes=program.weights.nbytes,
+        weights_bytes=program.weights_bytes,
         arena_bytes=program.arena_bytes,
         kv_block_bytes=program.kv_block_bytes,
         kv_layers=program.kv_layers,

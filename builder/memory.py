@@ -114,7 +114,7 @@ def memory_plan(lowered: Lowered, model: str, precision: str) -> MemoryPlan:
     ranks = tuple(
         RankMemory(
             rank=program.rank,
-            weights_bytes=program.weights.nbytes,
+            weights_bytes=program.weights_bytes,
             arena_bytes=program.arena_bytes,
             scratch_bytes=program.scratch.shared,
             scratch_bytes_per_thread=program.scratch.per_thread,

@@ -66,7 +66,7 @@ _OF_STOP_AFTER = frozenset(
     "--target",
     default="cpu",
     show_default=True,
-    help="cpu[:ISA], or cuda[:sm_XX]. ISA: x86-64-v3, -v4, -v4-vnni, -v4-bf16 or -amx.",
+    help="cpu[:ISA], cuda[:sm_XX], or tensorrt[:sm_XX] on such a GPU. ISA: x86-64-v3, -v4, -v4-vnni, -v4-bf16, -amx.",
 )
 @click.option(
     "--kv-cache-dtype",

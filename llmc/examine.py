@@ -24,7 +24,7 @@ from llmc.builder.reference import batch_logits, forced, greedy
 from llmc.builder.verdict import Verdict
 from llmc.gate import OFF, Exam
 from llmc.runtime.cuda.gpus import check as check_gpus
-from llmc.runtime.cuda.gpus import choose_gpu_blocks, survey
+from llmc.runtime.cuda.gpus import check_tensorrt, choose_gpu_blocks, survey
 from llmc.runtime.machine import has_gpu_driver
 from llmc.runtime.selftest import Probe, probe_blocks
 from llmc.source import Source
@@ -62,16 +62,18 @@ def cannot_run(target: Target, tp: int, plan: Manifest | None = None) -> str | N
     """Why this machine cannot run an engine for this target, in words; None where it can. `plan`: the finished one's
     manifest, which says what a GPU must have free, too.
     """
-    if target.kind == "cuda" and not has_gpu_driver():
+    if target.on_gpu and not has_gpu_driver():
         return "no GPU"
     missing = sorted(set(target.features) - machine_features())
     if missing:
         return f"this machine lacks {', '.join(missing)}"
-    if target.kind != "cuda":
+    if not target.on_gpu:
         return None
     try:
         machine = survey()
         check_gpus(target, tp, machine)
+        if target.kind == "tensorrt":
+            check_tensorrt(plan.build.libraries.get("tensorrt") if plan is not None else None)
     except EnvironmentFault as fault:
         return str(fault)
     try:

@@ -13,6 +13,7 @@ from llmc.artifacts.calibration import WEIGHTS
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.files import require_writable, write_file
 from llmc.artifacts.plan import Plan
+from llmc.trt_machine import require_gpu
 
 if TYPE_CHECKING:
     from llmc.builder.interchange.export import Exported
@@ -60,7 +61,11 @@ def export_tensorrt(plan: str | Path, output: str | Path, sm: int) -> tuple[tupl
     output = Path(output)
     trt = tensorrt_module()
     if hasattr(trt, "plugin"):
-        _require_gpu(sm)
+        instead = (
+            "without it, TensorRT-RTX builds for sm_89 and sm_120 (pip uninstall tensorrt, pip install tensorrt-rtx), "
+            f"and --target cuda:sm_{sm} builds a plan"
+        )
+        require_gpu(sm, f"--sm {sm}", instead)
     require_writable(output)
     made = []
     for weights in plan_weights(Plan.open(plan)):
@@ -71,23 +76,6 @@ def export_tensorrt(plan: str | Path, output: str | Path, sm: int) -> tuple[tupl
         write_file(path, engine.engine)
         made.append((path, engine))
     return tuple(made)
-
-
-def _require_gpu(sm: int) -> None:
-    """TensorRT itself measures its kernels on the GPU, and builds for no other; TensorRT-RTX needs none."""
-    from llmc.runtime.cuda.gpus import survey
-
-    instead = (
-        "without it, TensorRT-RTX builds for sm_89 and sm_120 (pip uninstall tensorrt, pip install tensorrt-rtx), and "
-        f"--target cuda:sm_{sm} builds a plan"
-    )
-    try:
-        gpus = survey().gpus
-    except EnvironmentFault as error:
-        raise EnvironmentFault(f"TensorRT builds an engine on the GPU that it is for: {error}; {instead}") from error
-    if not any(gpu.sm == sm for gpu in gpus[:1]):
-        shown = f"sm_{gpus[0].sm} ({gpus[0].name})" if gpus else "none"
-        raise EnvironmentFault(f"--sm {sm}: TensorRT builds for this machine's first GPU, which is {shown}; {instead}")
 
 
 def _export_model(model: Path, output: Path, dtype: str | None, profile: str, tp: int) -> tuple[Exported, ...]:

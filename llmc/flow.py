@@ -22,9 +22,10 @@ from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
 from llmc.gate import OFF, Exam, judged_as, make_exam
 from llmc.kv_cache import cache_dtype, kv_table, text_for_cache_alone
-from llmc.profiles import load_target
+from llmc.profiles import TargetDescription, TensorRtTarget, load_target
 from llmc.rebuild import Builds, Inputs
 from llmc.rounding import RoundingOptions, require_fp8, usual_head
+from llmc.trt_machine import require_builder
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -74,7 +75,7 @@ def build(
 
     Raises LlmcError, a GateError among them; nothing stands at `output` then that was not there before.
     """
-    _refuse_tensorrt(target)
+    _require_tensorrt(load_target(target))
     progress = progress or Progress()
     kv_dtype = cache_dtype(kv_dtype)
     hashes = FileHashes(_cache("files", cache))
@@ -166,7 +167,7 @@ def _build(
     with progress.stage("parity"):
         parity = check_parity(checkpoint)
     text = evaluation_text(source, exam, longest) if exam.evaluate and unable is None else None
-    if options.kv_dtype == "f8e4m3" or (target.kind == "cuda" and options.precision in WEIGHTS):
+    if options.kv_dtype == "f8e4m3" or (target.kind != "cpu" and options.precision in WEIGHTS):
         # Refuses a cache that cannot be FP8, and what has no kernels, before minutes of calibration.
         dry_run(checkpoint, dataclasses.replace(options, lm_head_dtype=rounding.lm_head_dtype or rounding.usual_head))
     table = rounding.table(checkpoint, options.precision, progress)
@@ -182,17 +183,10 @@ def _build(
     return compile_plan(checkpoint, options, table, output, progress, self_test, watch, settings, str(parity), kv)
 
 
-def _refuse_tensorrt(target: str) -> None:
-    """Raises EnvironmentFault without TensorRT, UnsupportedError with it: its engines are exported, and not served."""
-    if target.partition(":")[0] != "tensorrt":
-        return
-    from llmc.builder.trt.library import tensorrt_module
-
-    tensorrt_module()
-    raise UnsupportedError(
-        f"--target {target}: a plan with a TensorRT engine inside could not be served; `llmc export --tensorrt` writes "
-        "the engine of a plan, and --target cuda:sm_90 builds for the same GPUs"
-    )
+def _require_tensorrt(target: TargetDescription) -> None:
+    """Before anything is read: what a TensorRT engine needs of this machine."""
+    if isinstance(target, TensorRtTarget):
+        require_builder(target.sm)
 
 
 def default_precision(checkpoint: Checkpoint) -> str:
@@ -294,6 +288,11 @@ def plan_memory(
     checkpoint = open_checkpoint(model)
     precision = precision or default_precision(checkpoint)
     described, kv_dtype = load_target(target), cache_dtype(kv_dtype)
+    if isinstance(described, TensorRtTarget):
+        raise UnsupportedError(
+            f"--dry-run: {described}: TensorRT decides about the memory of activations and weights when it builds; "
+            f"--dry-run --target cuda:sm_{described.sm} has the keys and values, and the weights"
+        )
     require_fp8(described, precision, kv_dtype, lm_head_dtype)
     rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
     head = (lm_head_dtype or usual_head(described)) if rounds else "bf16"

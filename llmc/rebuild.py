@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _ROOMS = ("artifacts", "plugins", "profiles", "builder", "calibration", "runtime", "")
 _LIBRARIES = (
-    "gguf", "jinja2", "ml_dtypes", "msgspec", "numpy", "nvidia-modelopt", "safetensors", "tokenizers", "torch",
-    "transformers",
+    "gguf", "jinja2", "ml_dtypes", "msgspec", "numpy", "nvidia-modelopt", "safetensors", "tensorrt", "tokenizers",
+    "torch", "transformers",
 )  # fmt: skip
 
 

@@ -117,6 +117,10 @@ def _kind(target: str, tp: int) -> _Kind:
     described = load_target(target)
     if isinstance(described, CpuTarget):
         return _Kind(vars(described.tactics), CHOICES, lambda tactics: _yaml(dict(tactics)), _ratios)
+    if not isinstance(described, CudaTarget):
+        raise UnsupportedError(
+            f"--target {target}: TensorRT measures its kernels itself; cpu and cuda targets are tuned"
+        )
     check_gpus(described.fingerprint, tp, survey())
     own = _flat(described)
     choices = {key: CUDA_CHOICES[key.rpartition(".")[2]] for key in _ordered(own)}

@@ -28,7 +28,7 @@ from llmc.artifacts.errors import EnvironmentFault, LlmcError
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import HOST_LIBRARY
 from llmc.runtime.cuda.gpus import check as check_gpus
-from llmc.runtime.cuda.gpus import choose_gpu_blocks, survey
+from llmc.runtime.cuda.gpus import check_tensorrt, choose_gpu_blocks, survey
 from llmc.runtime.host_places import HostPlaces
 from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
 from llmc.runtime.machine import STOPPED_SECONDS, available_memory, ending, is_stopped, usable_cpus
@@ -120,9 +120,11 @@ class Executor:
         self.plan = plan
         self.block_size = profile.block_size
         wish = {"kv_bytes": kv_bytes, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
-        if manifest.target.kind == "cuda":
+        if manifest.target.on_gpu:
             machine = survey()
             check_gpus(manifest.target, len(manifest.ranks), machine)
+            if manifest.target.kind == "tensorrt":
+                check_tensorrt(manifest.build.libraries.get("tensorrt"))
             self.num_blocks = choose_gpu_blocks(manifest, machine.gpus, **wish)
         else:
             self.num_blocks = choose_num_blocks(manifest, available_memory() - (host_bytes or 0), **wish)
@@ -183,7 +185,7 @@ class Executor:
 
     def _load_library(self) -> HostLibrary:
         plan = self.plan
-        if plan.manifest.target.kind == "cuda":
+        if plan.manifest.target.on_gpu:
             return HostLibrary(plan.section(HOST_LIBRARY), f"{plan.path}: {HOST_LIBRARY}")
         return Library(plan.section(plan.manifest.ranks[0].code), f"{plan.path}: code of rank 0")
 

@@ -63,7 +63,7 @@ class RankConfig:
     host_fd: int
     host_sizes: list[int]
     layout: StepLayout
-    #: Of the plan's target: cpu or cuda.
+    #: Of the plan's target: cpu, cuda or tensorrt.
     kind: str = "cpu"
 
     def encode(self) -> bytes:
@@ -180,6 +180,11 @@ def _open(config: RankConfig) -> tuple[_Runner, StepMemory, _Mover]:
 
         engine, memory = load(config)
         return engine, memory, engine
+    if config.kind == "tensorrt":
+        from llmc.runtime.cuda.trt_engine import load as load_tensorrt
+
+        rank, memory = load_tensorrt(config)
+        return rank, memory, rank
     return _load(config)
 
 

@@ -13,14 +13,16 @@ from math import prod
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.schema import KVLayer
 from llmc.artifacts.types import NUMPY_DTYPES
-from llmc.builder.arena import aligned
+from llmc.builder.arena import ALIGN
 from llmc.builder.ir import Graph
-from llmc.profiles import CudaTarget
+from llmc.profiles import CudaTarget, TensorRtTarget
 
 
-def kv_table(graph: Graph, block_size: int, kv_dtype: str, target: CudaTarget) -> tuple[tuple[KVLayer, ...], int]:
-    """Each attention layer's part of a block, in the order of layers, and the bytes of a block. Raises UnsupportedError
-    for a dtype that the target's cache does not have.
+def kv_table(
+    graph: Graph, block_size: int, kv_dtype: str, target: CudaTarget | TensorRtTarget, align: int = ALIGN
+) -> tuple[tuple[KVLayer, ...], int]:
+    """Each attention layer's part of a block, which starts on a multiple of `align`, in the order of layers, and the
+    bytes of a block. Raises UnsupportedError for a dtype that the target's cache does not have.
     """
     attention = {n.attrs.layer: n for n in graph if n.op in ("paged_attention", "latent_attention")}
     known = ("bf16", "f8e4m3") if target.fp8 else ("bf16",)
@@ -38,7 +40,7 @@ def kv_table(graph: Graph, block_size: int, kv_dtype: str, target: CudaTarget) -
         else:
             nbytes = a.kv_heads * (a.head_dim + a.value_dim) * block_size * NUMPY_DTYPES[kv_dtype].itemsize
             layers.append(KVLayer(layer, a.kv_heads, a.head_dim, kv_dtype, offset, nbytes, a.window))
-        offset += aligned(nbytes)
+        offset += -(-nbytes // align) * align
     return tuple(layers), offset
 
 

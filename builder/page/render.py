@@ -74,8 +74,15 @@ def lower_plan(plan: Plan) -> CpuLowered:
 
 
 def lower_again(plan: Plan) -> CpuLowered | CudaLowered:
-    """The plan's graphs lowered again. Raises PlanError where this llmc cannot read them."""
+    """The plan's graphs lowered again. Raises PlanError where this llmc cannot read them, UsageError for a plan whose
+    launches TensorRT has chosen.
+    """
     m = plan.manifest
+    if m.target.kind == "tensorrt":
+        raise UsageError(
+            f"{plan.path} is for {m.target.kind}:{m.target.isa}: what it launches is TensorRT's own; `llmc inspect "
+            "--graph` prints its graphs"
+        )
     try:
         graphs = [parse_graph(bytes(plan.section(rank.graph)).decode(), attrs_of) for rank in m.ranks]
         vocab = [(rank.vocab_start, rank.vocab_size) for rank in m.ranks]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.artifacts.trt_program import DTYPES
 from llmc.artifacts.types import TensorType
 
 _UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "cos": "COS", "sin": "SIN", "sqrt": "SQRT", "abs": "ABS",
@@ -16,7 +17,6 @@ _UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "cos": "COS", "sin": "SIN", 
           "reciprocal": "RECIP"}  # fmt: skip
 _ACTIVATIONS = {"sigmoid": "SIGMOID", "tanh": "TANH", "relu": "RELU", "gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH"}
 _BINARY = {"add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "maximum": "MAX", "minimum": "MIN"}
-_DTYPES = {"f32": "FLOAT", "bf16": "BF16", "f8e4m3": "FP8", "i32": "INT32"}
 
 
 class Emitter:
@@ -34,7 +34,7 @@ class Emitter:
 
     def dtype(self, name: str) -> Any:
         """TensorRT's name of a dtype."""
-        return getattr(self.trt.DataType, _DTYPES[name])
+        return getattr(self.trt.DataType, DTYPES[name])
 
     def constant(self, value: np.ndarray, dtype: str) -> Any:
         """A tensor of a numpy array, whose dtype is llmc's `dtype`."""

@@ -8,7 +8,7 @@ sizes that are not known in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError
 from llmc.artifacts.schema import ShapeProfile
+from llmc.artifacts.trt_program import DTYPES
 from llmc.artifacts.types import NUMPY_DTYPES, Dim
 from llmc.builder.ir import Graph, Node
 from llmc.builder.trt.emitter import Emitter
@@ -34,10 +35,13 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class TrtEngine:
-    """`layers`: layer name -> kind, as the network was emitted; `engine` the serialized bytes."""
+    """`layers`: layer name -> kind, as the network was emitted; `engine` the serialized bytes; `inputs`: name -> dtype
+    and shape. The results are `logits` and, under the name `NAME.out`, each pool or cache.
+    """
 
     layers: dict[str, str]
     engine: bytes
+    inputs: dict[str, tuple[str, tuple[Dim, ...]]]
 
 
 def build_engine(
@@ -47,7 +51,7 @@ def build_engine(
     this TensorRT cannot build for the SM.
     """
     layers = {**LAYERS, **cache.layers}
-    _check(graph, layers)
+    require_layers(graph, layers)
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     config = _config(trt, builder, sm)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -62,31 +66,38 @@ def build_engine(
     _outputs(e, graph)
     for ranges in step_ranges(profile):
         optimization = builder.create_optimization_profile()
-        for name, dims in inputs.items():
+        for name, (_, dims) in inputs.items():
             optimization.set_shape(name, *shapes(dims, ranges))
         config.add_optimization_profile(optimization)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise UnsupportedError(f"{graph.name}: TensorRT {trt.__version__} built no engine of this network")
     made = [network.get_layer(index) for index in range(network.num_layers)]
-    return TrtEngine({layer.name: layer.type.name for layer in made}, bytes(engine))
+    return TrtEngine({layer.name: layer.type.name for layer in made}, bytes(engine), inputs)
 
 
-def _check(graph: Graph, layers: Mapping[str, Layer]) -> None:
+def require_layers(graph: Graph, layers: Collection[str]) -> None:
+    """Raises UnsupportedError naming every operator that is not among `layers`, or a parameter in another dtype."""
     stuck = {n.op: n.path for n in reversed(graph.nodes) if n.op not in (*layers, "input", "param", "const")}
     if stuck:
         places = "; ".join(f"{op} (in {path})" for op, path in sorted(stuck.items()))
         raise UnsupportedError(f"no TensorRT layers for these operators: {places}")
+    for node in graph:
+        if node.op == "param" and node.type.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"{node.attrs.recipe}: a weight in {node.type.dtype} has no TensorRT form here; --dtype bf16 and --fp8 "
+                "have one"
+            )
 
 
-def _inputs(e: Emitter, graph: Graph, cache: Cache) -> dict[str, tuple[Dim, ...]]:
-    """Adds the step's arrays and the cache; name -> shape. Sizes that are the same in all of them have one name: else
-    TensorRT takes each for another.
+def _inputs(e: Emitter, graph: Graph, cache: Cache) -> dict[str, tuple[str, tuple[Dim, ...]]]:
+    """Adds the step's arrays and the cache; name -> dtype, shape. Sizes that are the same in all of them have one name:
+    else TensorRT takes each for another.
     """
-    found: dict[str, tuple[Dim, ...]] = {}
+    found: dict[str, tuple[str, tuple[Dim, ...]]] = {}
 
     def add(name: str, dtype: str, dims: tuple[Dim, ...]) -> Any:
-        found[name] = dims
+        found[name] = dtype, dims
         tensor = e.network.add_input(name, e.dtype(dtype), tuple(-1 if isinstance(d, str) else d for d in dims))
         for axis, dim in enumerate(dims):
             if isinstance(dim, str):

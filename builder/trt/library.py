@@ -14,6 +14,18 @@ from llmc.artifacts.errors import EnvironmentFault
 MODULES = ("tensorrt", "tensorrt_rtx")
 
 
+def tensorrt_with_plugins(sm: int) -> Any:
+    """TensorRT itself: the blocks of a plan's KV pool are read and written by plug-ins, which TensorRT-RTX has not."""
+    module = tensorrt_module()
+    if not hasattr(module, "plugin"):
+        raise EnvironmentFault(
+            f"TensorRT-RTX {module.__version__} has no plug-ins, and a plan's keys and values need them: pip install "
+            f"tensorrt (needs NVIDIA's package index) on a machine with such a GPU. Without it, --target cuda:sm_{sm} "
+            "builds a plan for the same GPUs, and `llmc export --tensorrt` writes an engine with linear caches"
+        )
+    return module
+
+
 def tensorrt_module() -> Any:
     """The first that is installed; TensorRT itself has its plug-ins in `plugin`."""
     for name in MODULES:

@@ -26,6 +26,8 @@ from llmc.plugins.paged_attention.cuda import layer_bytes
 
 #: Operators of the cache -> whether they write it.
 _WRITES = {"rope_cache": True, "paged_attention": False}
+OPERATORS = tuple(_WRITES)
+POOL_PREFIX = "kv."
 
 
 class PagedCache:
@@ -81,7 +83,7 @@ class PagedCache:
 
 def pool_name(node: Node) -> str:
     """The input that has the blocks of the node's layer."""
-    return f"kv.{node.attrs.layer}"
+    return f"{POOL_PREFIX}{node.attrs.layer}"
 
 
 def _width(kind: TensorType) -> int:

@@ -34,7 +34,9 @@ Ranges = Mapping[str, Range]
 
 
 def step_ranges(profile: ShapeProfile) -> tuple[Ranges, Ranges]:
-    """Of decode steps, in which each sequence has one token and its logits are wanted, and of any mixture."""
+    """Of decode steps, in which each sequence has one token and its logits are wanted, and of any mixture: in the order
+    of artifacts/trt_program.py.
+    """
     tokens = profile.max_num_batched_tokens
     most = min(profile.max_num_seqs, tokens)
     sequences = Range(1, min(_USUAL_SEQUENCES, most), most)

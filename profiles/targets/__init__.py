@@ -1,5 +1,6 @@
-"""Targets: what machines code is generated for, one text file each. Comes in: `cpu`, `cpu:ISA`, `cuda` or `cuda:sm_XX`.
-Goes out: `CpuTarget` or `CudaTarget`. Must not know: the live machine.
+"""Targets: what machines code is generated for, one text file each. Comes in: `cpu`, `cpu:ISA`, `cuda`, `cuda:sm_XX`,
+`tensorrt` or `tensorrt:sm_XX`. Goes out: `CpuTarget`, `CudaTarget` or `TensorRtTarget`, which is of the same GPUs.
+Must not know: the live machine.
 
 Plain `cpu` is x86-64-v3, wherever the build runs: a plan's bytes must not depend on the machine that wrote it. Building
 for a level, or for a GPU, that the build machine lacks works; only running such a plan needs the machine.
@@ -21,7 +22,7 @@ _FOLDER = Path(__file__).parent
 _COMMON_KEYS = ("kind", "isa", "block_sizes", "fp8_activations", "tactics")
 _CPU_KEYS = (*_COMMON_KEYS, "cxx_flags", "features")
 _CUDA_KEYS = (*_COMMON_KEYS, "driver", "gpu")
-_DEFAULTS = {"cpu": "x86-64-v3", "cuda": "sm_90"}
+_DEFAULTS = {"cpu": "x86-64-v3", "cuda": "sm_90", "tensorrt": "sm_90"}
 #: E4M3 is known to GPUs from this one on (Ada).
 _FIRST_FP8 = 89
 
@@ -94,19 +95,44 @@ class CudaTarget(TargetDescription):
         return Target(self.kind, self.isa, self.host.features, self.driver)
 
 
+@dataclass(frozen=True)
+class TensorRtTarget(TargetDescription):
+    """A GPU whose engine TensorRT builds, of which it chooses all but the kernels of keys and values; the rest is as
+    `CudaTarget` says it.
+    """
+
+    sm: int
+    driver: int
+    host: CpuTarget
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its instructions multiply E4M3."""
+        return self.sm >= _FIRST_FP8
+
+    @property
+    def fingerprint(self) -> Target:
+        """What the manifest says."""
+        return Target(self.kind, self.isa, self.host.features, self.driver)
+
+
 def target_names() -> list[str]:
     """All that `load_target` takes, without defaults."""
-    return sorted(f"{path.parent.name}:{path.stem}" for path in _FOLDER.glob("*/*.yaml"))
+    files = [f"{path.parent.name}:{path.stem}" for path in _FOLDER.glob("*/*.yaml")]
+    return sorted([*files, *(name.replace("cuda:", "tensorrt:") for name in files if name.startswith("cuda:"))])
 
 
-def load_target(name: str, tactics: Path | None = None) -> CpuTarget | CudaTarget:
+def load_target(name: str, tactics: Path | None = None) -> CpuTarget | CudaTarget | TensorRtTarget:
     """The target `kind` or `kind:isa`, with the tactics of a file or its own. Raises UsageError with the names for any
     other, and for tactics that this target does not have.
     """
-    path, full = _locate(name)
-    if full.startswith("cpu:"):
-        return _cpu(Fields.read(path, _CPU_KEYS), tactics)
-    return _cuda(Fields.read(path, _CUDA_KEYS), tactics)
+    full = _full(name)
+    kind, _, isa = full.partition(":")
+    if kind == "cpu":
+        return _cpu(Fields.read(_FOLDER / kind / f"{isa}.yaml", _CPU_KEYS), tactics)
+    if kind == "tensorrt":
+        return _tensorrt(isa, tactics)
+    return _cuda(isa, tactics)
 
 
 def load_cpu_target(name: str = "cpu", tactics: Path | None = None) -> CpuTarget:
@@ -117,14 +143,13 @@ def load_cpu_target(name: str = "cpu", tactics: Path | None = None) -> CpuTarget
     return target
 
 
-def _locate(name: str) -> tuple[Path, str]:
+def _full(name: str) -> str:
     kind, _, isa = name.partition(":")
     full = f"{kind}:{isa or _DEFAULTS.get(kind, '')}"
     if full not in target_names():
         known = [*_DEFAULTS, *target_names()]
         raise UsageError(f"target {name!r} is not one of {', '.join(known)}{suggestion(name, known)}")
-    kind, _, isa = full.partition(":")
-    return _FOLDER / kind / f"{isa}.yaml", full
+    return full
 
 
 def _cpu(fields: Fields, tactics: Path | None) -> CpuTarget:
@@ -140,12 +165,12 @@ def _cpu(fields: Fields, tactics: Path | None) -> CpuTarget:
     )
 
 
-def _cuda(fields: Fields, tactics: Path | None) -> CudaTarget:
+def _cuda(isa: str, tactics: Path | None) -> CudaTarget:
+    fields = Fields.read(_FOLDER / "cuda" / f"{isa}.yaml", _CUDA_KEYS)
     own = read_cuda_tactics(Fields.of(fields.values.get("tactics"), f"{fields.where}: tactics"), None)
-    isa = fields.text("isa")
     return CudaTarget(
         kind=fields.text("kind"),
-        isa=isa,
+        isa=fields.text("isa"),
         block_sizes=fields.sequence("block_sizes", int),
         fp8_activations=fields.text("fp8_activations"),
         sm=int(isa.removeprefix("sm_")),
@@ -154,6 +179,15 @@ def _cuda(fields: Fields, tactics: Path | None) -> CudaTarget:
         tactics=own if tactics is None else read_cuda_tactics(Fields.read(tactics, tuple(own)), own),
         host=load_cpu_target(),
     )
+
+
+def _tensorrt(isa: str, tactics: Path | None) -> TensorRtTarget:
+    """Inputs of FP8 layers are scaled by calibration: a network has no scales by token."""
+    if tactics is not None:
+        raise UsageError(f"--tactics {tactics}: tensorrt:{isa} has none, TensorRT measures its kernels; leave it out")
+    gpu = _cuda(isa, None)
+    activations = "static" if gpu.fp8 else "none"
+    return TensorRtTarget("tensorrt", isa, gpu.block_sizes, activations, gpu.sm, gpu.driver, gpu.host)
 
 
 def _driver(fields: Fields) -> int:

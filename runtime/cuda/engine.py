@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc.artifacts.cuda_program import CudaProgram, decode_program
-from llmc.artifacts.errors import EnvironmentFault
 from llmc.artifacts.plan import Plan
 from llmc.runtime.cuda import driver
 from llmc.runtime.cuda.launches import Launches
 from llmc.runtime.cuda.memory import DeviceMemory
 from llmc.runtime.cuda.nccl import Communicator
-from llmc.runtime.native import RankFailure, StepArrays, StepRefused
-from llmc.runtime.step import Copies
+from llmc.runtime.cuda.rank import GpuRank
+from llmc.runtime.native import StepArrays
 from llmc.runtime.step_memory import StepMemory
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _array(plan: Plan, name: str) -> np.ndarray:
     return np.frombuffer(plan.section(name) if name in plan else b"", np.uint8)
 
 
-class CudaEngine:
+class CudaEngine(GpuRank):
     """See above."""
 
     def __init__(
@@ -79,16 +78,14 @@ class CudaEngine:
         functions: list[Any],
         memory: StepMemory,
     ) -> None:
-        self.config, self.program, self.device = config, program, device
-        self._stream = driver.Stream()
+        super().__init__(config, program, device.bases, [(device.bases["kv"], program.kv_block_bytes)], memory)
+        self.program, self.device = program, device
         self._communicator = Communicator(config.rank, config.tp, memory.comm) if config.tp > 1 else None
         self._launches = [
             Launches(steps, program.kernels, functions, device.address, self._all_reduce) for steps in program.steps
         ]
         self._graphs: dict[tuple[int, int], Any] = {}
         self._tokens = memory.tokens
-        driver.pin(*memory.extent)
-        self._host = _HostPools(config, device.bases, self._stream)
         self._events: list[driver.Event] = []
         if memory.layout.stamps:
             self._events = [driver.Event() for _ in range(program.launches + 1)]
@@ -97,34 +94,13 @@ class CudaEngine:
         assert self._communicator is not None
         self._communicator.all_reduce(address, count, dtype, stream)
 
-    def run(self, step: StepArrays, stamps: np.ndarray | None = None) -> None:
-        """Runs one step and fills `step.tokens` where it is to choose, this rank's columns of `step.logits` where not:
-        in the other rows stands anything. `stamps` as `native.Engine` has them, from the GPU's clock; where a step has
-        fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
-        """
-        self._check(step)
-        try:
-            if stamps is None and self._is_decode(step):
-                self._replay(step)
-            else:
-                self._launch(step, stamps)
-            self._download_logits(step)
-            self._stream.wait()
-        except EnvironmentFault as error:
-            raise RankFailure(f"rank {self.config.rank} of {self.config.tp}: {error}") from error
-        if stamps is not None:
-            self._note(stamps)
-
-    def copy(self, copies: Copies) -> None:
-        """Moves blocks and states between pool and host memory: out first, then in."""
-        self._host.copy(copies)
-        self._stream.wait()
-
     # ---- one step
 
-    def _is_decode(self, step: StepArrays) -> bool:
-        count = len(step.ids)
-        return count == len(step.context_len) == len(step.rows) and count <= self.program.max_num_seqs
+    def _compute(self, step: StepArrays, timed: bool) -> None:
+        if not timed and self._is_decode(step):
+            self._replay(step)
+        else:
+            self._launch(step, timed)
 
     def _replay(self, step: StepArrays) -> None:
         size = bucket(len(step.ids), self.program.max_num_seqs)
@@ -144,7 +120,7 @@ class CudaEngine:
         self._enqueue(self._launches[0], symbols)
         return self._stream.end_capture()
 
-    def _launch(self, step: StepArrays, stamps: np.ndarray | None) -> None:
+    def _launch(self, step: StepArrays, timed: bool) -> None:
         self.device.write(step, 0)
         tokens = len(step.ids)
         symbols = {
@@ -157,9 +133,9 @@ class CudaEngine:
             launches
             for launches in self._launches
             if launches.steps.least <= tokens <= launches.steps.most
-            and launches.steps.decode == (stamps is not None and self._is_decode(step))
+            and launches.steps.decode == (timed and self._is_decode(step))
         )
-        self._enqueue(chosen, symbols, self._events if stamps is not None else None)
+        self._enqueue(chosen, symbols, self._events if timed else None)
 
     def _enqueue(
         self, launches: Launches, symbols: Mapping[str, int], events: list[driver.Event] | None = None
@@ -170,70 +146,9 @@ class CudaEngine:
         if self._tokens.size:
             self._stream.download(self._tokens.ctypes.data, self.device.bases["tokens"], 4 * symbols["S"])
 
-    def _download_logits(self, step: StepArrays) -> None:
-        """This rank's columns of the rows that the host wants, each run of them in one go."""
-        first, columns = self.program.columns
-        wanted = np.ones(len(step.rows), bool) if step.sampler_params is None else step.sampler_params[:, 0] == 0
-        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-        for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            host = step.logits.ctypes.data + 4 * (begin * self.program.vocab + first)
-            device = self.device.bases["logits"] + 4 * columns * begin
-            self._stream.download_rows(host, 4 * self.program.vocab, device, 4 * columns, end - begin)
-
     def _note(self, stamps: np.ndarray) -> None:
         first = self._events[0]
         stamps[0] = 0
         for number in range(1, self._timed + 1):
             stamps[number] = self._events[number].nanoseconds_since(first)
         stamps[self._timed :] = stamps[self._timed]
-
-    def _check(self, step: StepArrays) -> None:
-        """What compiled code of the cpu target checks: kernels stay within tables, cache and vocabulary."""
-        p, tokens, seqs = self.program, len(step.ids), len(step.context_len)
-        counts = np.diff(step.query_start)
-        blocks = -(-step.context_len // p.block_size)
-        used = np.arange(step.block_tables.shape[1]) < blocks[:, None]
-        fits = (
-            1 <= tokens <= p.max_tokens
-            and 1 <= seqs <= p.max_num_seqs
-            and len(step.rows) <= p.max_num_seqs
-            and step.query_start[0] == 0
-            and step.query_start[-1] == tokens
-            and bool((counts >= 1).all() and (step.context_len >= counts).all())
-            and int(step.context_len.max()) <= p.max_seq_len
-            and _within(step.ids, p.vocab)
-            and _within(step.rows, tokens)
-            and _within(step.block_tables[used], self.config.num_blocks)
-            and (not p.state_slot_bytes or _within(step.state_slots, self.config.num_slots))
-        )
-        if not fits:
-            raise StepRefused(
-                f"rank {self.config.rank}: a step of {tokens} tokens, {seqs} sequences and {len(step.rows)} rows is "
-                "outside the compiled ranges"
-            )
-
-
-def _within(values: np.ndarray, most: int) -> bool:
-    return values.size == 0 or bool(values.min() >= 0 and values.max() < most)
-
-
-class _HostPools:
-    """Pinned memory for blocks and states that are out of the pools: a place is as large as what goes there."""
-
-    def __init__(self, config: RankConfig, bases: Mapping[str, int], stream: driver.Stream) -> None:
-        self._stream = stream
-        pools = (("kv", config.kv_bytes, config.num_blocks, config.host_blocks),
-                 ("states", config.state_bytes, config.num_slots, config.host_states))  # fmt: skip
-        self._pools = []
-        for space, nbytes, count, places in pools:
-            size = nbytes // count
-            self._pools.append((bases[space], driver.allocate_pinned(size * places) if places else 0, size))
-
-    def copy(self, copies: Copies) -> None:
-        """Out first: its blocks may be wanted by what comes in."""
-        for (device, host, size), pairs in zip(self._pools, (copies.blocks_out, copies.states_out), strict=True):
-            for number, place in pairs:
-                self._stream.download(host + place * size, device + number * size, size)
-        for (device, host, size), pairs in zip(self._pools, (copies.blocks_in, copies.states_in), strict=True):
-            for number, place in pairs:
-                self._stream.upload(device + number * size, host + place * size, size)

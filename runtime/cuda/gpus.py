@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
@@ -53,7 +54,13 @@ def survey() -> Survey:
         )
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         raise EnvironmentFault(f"cuda-python, which runs plans on a GPU, is not installed: {_INSTALL}")
-    command = [sys.executable, "-P", "-m", "llmc.runtime.cuda.survey"]
+    found = _ask("llmc.runtime.cuda.survey")
+    return Survey(found["driver"], tuple(Gpu(**gpu) for gpu in found["gpus"]))
+
+
+def _ask(module: str) -> dict[str, Any]:
+    """What a program of this folder prints. Raises EnvironmentFault for its `error`, and where it does not answer."""
+    command = [sys.executable, "-P", "-m", module]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SURVEY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -67,7 +74,7 @@ def survey() -> Survey:
     found = json.loads(lines[-1])
     if "error" in found:
         raise EnvironmentFault(found["error"])
-    return Survey(found["driver"], tuple(Gpu(**gpu) for gpu in found["gpus"]))
+    return dict(found)
 
 
 def check(target: Target, tp: int, machine: Survey) -> None:
@@ -85,9 +92,21 @@ def check(target: Target, tp: int, machine: Survey) -> None:
     for number, gpu in enumerate(machine.gpus[:tp]):
         if target.isa != f"sm_{gpu.sm}":
             raise EnvironmentFault(
-                f"the plan was built for cuda:{target.isa}, and GPU {number} ({gpu.name}) is of sm_{gpu.sm}: build it "
-                f"with --target cuda:sm_{gpu.sm}"
+                f"the plan was built for {target.kind}:{target.isa}, and GPU {number} ({gpu.name}) is of "
+                f"sm_{gpu.sm}: build it with --target {target.kind}:sm_{gpu.sm}"
             )
+
+
+def check_tensorrt(built: str | None) -> None:
+    """Raises EnvironmentFault where there is no TensorRT, or another version than `built`, which has made the plan's
+    engines (None: any will do).
+    """
+    found = str(_ask("llmc.runtime.cuda.trt_library")["tensorrt"])
+    if built not in (None, found):
+        raise EnvironmentFault(
+            f"the plan's engines were built with TensorRT {built}, and this machine has {found}, which loads none but "
+            f"its own: rebuild the plan here, or pip install tensorrt=={built}"
+        )
 
 
 def _words(version: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from llmc.artifacts.cuda_program import Address, CudaProgram
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
+from llmc.artifacts.trt_program import TrtProgram
 from llmc.runtime.cuda import driver
 from llmc.runtime.native import StepArrays
 
@@ -26,7 +27,12 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, program: CudaProgram, weights: np.ndarray, shared: np.ndarray, kv_bytes: int, state_bytes: int
+        self,
+        program: CudaProgram | TrtProgram,
+        weights: np.ndarray,
+        shared: np.ndarray,
+        kv_bytes: int,
+        state_bytes: int,
     ) -> None:
         self.program = program
         sizes = {
@@ -36,7 +42,7 @@ class DeviceMemory:
             "arena": program.arena_bytes,
             "kv": kv_bytes,
             "states": state_bytes,
-            "logits": 4 * program.max_num_seqs * program.columns[1],
+            "logits": 4 * program.max_num_seqs * program.logits_width,
             "tokens": 4 * program.max_num_seqs,
         }
         self.sizes = sizes

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class Communicator:
         ctypes.memmove(ctypes.byref(unique), comm[8:].ctypes.data, _ID_BYTES)
         self._library.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, _UniqueId, ctypes.c_int]
         self._call("ncclCommInitRank", ctypes.byref(self._handle), ranks, unique, rank)
+
+    def capsule(self) -> Any:
+        """The ncclComm_t as TensorRT takes it."""
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(self._handle, None, None)
 
     def all_reduce(self, address: int, count: int, dtype: str, stream: Stream) -> None:
         """Sums `count` elements at an address of the GPU's memory over all ranks, in place; also while captured."""

@@ -52,6 +52,14 @@ def test_what_nccl_refuses_is_said_in_its_words(library: ctypes.CDLL) -> None:
         alone.all_reduce(0x10, 1, "f32", STREAM)
 
 
+def test_tensorrt_gets_the_communicator_in_a_capsule(library: ctypes.CDLL) -> None:
+    alone = Communicator(0, 1, np.zeros(COMM_BYTES, np.uint8))
+    alone._handle = ctypes.c_void_p(0x1234567890)
+    read = ctypes.pythonapi.PyCapsule_GetPointer
+    read.restype, read.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert read(alone.capsule(), None) == 0x1234567890
+
+
 def test_a_machine_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_a_higher_level_needs_all_of_the_lower() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x86-64-v9", "cpu:native", "", "cuda:sm_70", "cuda:90"])
 def test_unknown_targets_are_refused_with_the_names(name: str) -> None:
-    with pytest.raises(UsageError, match=r"is not one of cpu, cuda, cpu:x86-64-amx, cpu:x86-64-v3, .*cuda:sm_80, "):
+    with pytest.raises(UsageError, match=r"is not one of cpu, cuda, tensorrt, cpu:x86-64-amx, .*cuda:sm_80, "):
         load_target(name)
 
 
@@ -53,6 +54,16 @@ def test_files_of_gpus_agree_with_their_names(name: str) -> None:
     gpu = load_gpu(target.gpu)
     assert gpu.sm == target.sm
     assert (gpu.fp8_flops is not None) == target.fp8
+
+
+@pytest.mark.parametrize("name", [name for name in target_names() if name.startswith("tensorrt:")])
+def test_engines_of_tensorrt_are_for_the_same_gpus(name: str) -> None:
+    target, gpu = load_target(name), load_target(name.replace("tensorrt:", "cuda:"))
+    assert str(target) == name
+    assert (target.sm, target.fp8, target.block_sizes, target.host) == (gpu.sm, gpu.fp8, gpu.block_sizes, gpu.host)
+    assert target.fp8 == (target.fp8_activations == "static")
+    with pytest.raises(UsageError, match=r"tensorrt:.* has none, TensorRT measures its kernels"):
+        load_target(name, Path("tactics.yaml"))
 
 
 def test_only_a_cpu_target_is_taken_where_one_is_needed() -> None:
