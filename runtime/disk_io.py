@@ -60,7 +60,9 @@ class DiskIo:
         self._file = file
         self._jobs: SimpleQueue[Reading | Writing | None] = SimpleQueue()
         self._done: deque[Reading | Writing] = deque()
-        self._room = max(_MOST_BYTES // file.payload, 1)  # records that may be asked to be written
+        self._most_writing = max(_MOST_BYTES // file.payload, 1)
+        #: Records that were to be written and are not known to be done.
+        self.num_writing = 0
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._since: float | None = None  # when the record at work was begun
         self._closing = False
@@ -75,9 +77,9 @@ class DiskIo:
 
     def write(self, number: int, tag: int, parts: Sequence[memoryview]) -> bool:
         """Asks for a record to be written; False, and nothing is done, while too many are on their way."""
-        if not self._room:
+        if self.num_writing == self._most_writing:
             return False
-        self._room -= 1
+        self.num_writing += 1
         self._jobs.put(Writing(number, tag, b"".join(parts)))
         return True
 
@@ -90,7 +92,7 @@ class DiskIo:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         done = [self._done.popleft() for _ in range(len(self._done))]
-        self._room += sum(isinstance(job, Writing) for job in done)
+        self.num_writing -= sum(isinstance(job, Writing) for job in done)
         return done
 
     def stalled_seconds(self) -> float:

@@ -88,6 +88,11 @@ class DiskShelf:
         """Seconds that getting a block back takes."""
         return self._read
 
+    @property
+    def backlog_seconds(self) -> float:
+        """Seconds until what was to be written has been: nothing is read before that."""
+        return self._io.num_writing * self._write
+
     def find(self, key: Key) -> int | None:
         """The serial of the block of that key, which stays."""
         found = self._entries.get(key)

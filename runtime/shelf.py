@@ -48,7 +48,7 @@ class Shelf:
         self.disk = disk
         self._block_size = block_size
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # least recently shelved first
-        #: Serial of each block that the disk is to read, and what it comes with.
+        #: Serial of each block that the disk is to read, and what it comes with, in the order of reading.
         self._coming: dict[Key, tuple[int, Fetch]] = {}
         self.hits = self.evictions = 0
         memory.reclaim = self._make_room
@@ -79,13 +79,14 @@ class Shelf:
 
     def fetch(self, keys: Sequence[Key]) -> Fetch | None:
         """Has the disk's blocks of these keys brought here, as far as there are places for them, which take none from
-        these keys' own blocks. Returns what comes last, None where nothing is on its way.
+        these keys' own blocks. Returns what the disk reads last, None where nothing is on its way.
         """
         assert self.disk is not None
         own = [key for key in keys if key in self._entries]
         for key in reversed(own):
             self._entries.move_to_end(key)
-        coming = [self._coming[key][1] for key in keys if key in self._coming]
+        asked = frozenset(keys)
+        coming = [fetch for key, (_, fetch) in self._coming.items() if key in asked]
         wanted = [key for key in keys if key not in self._entries and key not in self._coming]
         room = self.memory.num_free + len(self._entries) - len(own)
         places = self._places_for(min(len(wanted), room))
@@ -148,8 +149,9 @@ class Shelf:
 
     def is_worth(self, found: Sequence[Shelved]) -> bool:
         """Whether bringing these blocks back is cheaper than computing them."""
-        on_disk = sum(entry.place is None for entry in found)
-        reading = on_disk * self.disk.read_seconds if self.disk is not None else 0.0
+        reading, on_disk = 0.0, sum(entry.place is None for entry in found)
+        if self.disk is not None and on_disk:
+            reading = self.disk.backlog_seconds + on_disk * self.disk.read_seconds
         return self.memory.is_worth(len(found) * self._block_size, len(found), 1, reading)
 
     def clear(self) -> None:

@@ -96,12 +96,12 @@ class Waiting:
 
     def impatient(self, now: float) -> list[Sequence]:
         """Those that have waited too long, then the youngest of those for whom the queue is too short; each gets its
-        `cause`. Whoever was at work already stays.
+        `cause`. Who waits for the disk counts as well; whoever was at work already stays.
         """
         oldest = [s.arrived for name in self._weights if (s := self._queue.oldest(name)) is not None]
-        if not self._patience.is_tried(len(self._queue), oldest, now):
+        if not self._patience.is_tried(len(self), [*oldest, *(s.arrived for s in self._aside)], now):
             return []
-        new = sorted((s for s in self._queue if s.admitted is None), key=lambda s: s.serial)
+        new = sorted((s for s in self if s.admitted is None), key=lambda s: s.serial)
         late, many = self._patience.split([s.arrived for s in new], now)
         turned = new[:late] + new[len(new) - many :]
         for place, sequence in enumerate(turned):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llmc.artifacts.errors import EnvironmentFault
 from llmc.runtime import disk_io, disk_shelf, records
+from llmc.runtime.admission import Patience
 from llmc.runtime.blocks import ROOT
 from llmc.runtime.disk_shelf import DiskShelf
 from llmc.runtime.host_memory import HostMemory
@@ -277,6 +278,22 @@ def test_what_leaves_host_memory_goes_to_the_disk_once_it_is_there(tmp_path: Pat
     assert shelf.pick([key(1)]) == [(1, fetch.blocks[0][2])]
 
 
+def test_who_wants_what_several_fetches_bring_waits_for_the_last_of_them(tmp_path: Path) -> None:
+    engine, memory = FakeEngine(2), HostMemory(4)
+    disk = on_disk(tmp_path)(engine)
+    shelf = Shelf(memory, 2, disk)
+    engine.content(0)
+    for number in range(3):
+        disk.store(key(number), number, 0)
+    shelf.fetch([key(2)])
+    last = shelf.fetch([key(0), key(1)])
+    assert last is not None
+    assert shelf.fetch([key(number) for number in range(3)]) is last
+    disk._io.catch_up()  # type: ignore[attr-defined]
+    shelf.collect()
+    assert [serial for serial, _ in shelf.pick([key(number) for number in range(3)])] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("superseded", [True, False])
 def test_a_block_that_is_computed_while_it_is_read_is_not_kept_twice(tmp_path: Path, superseded: bool) -> None:
     engine, memory = FakeEngine(2), HostMemory(2)
@@ -300,6 +317,24 @@ def test_reading_that_costs_more_than_computing_is_not_done(tmp_path: Path) -> N
     memory.observe_step(32, 32, 1e-9)
     assert not shelf.is_worth([Shelved(0, None)])
     assert shelf.is_worth([Shelved(0, 0)])
+
+
+def test_reading_behind_much_that_is_to_be_written_is_not_waited_for(tmp_path: Path) -> None:
+    engine, memory = FakeEngine(4), HostMemory(4)
+    disk = on_disk(tmp_path)(engine)
+    shelf = Shelf(memory, 4, disk)
+    disk._write = disk._read = 1.0
+    memory.observe_step(32, 32, 32.0)  # a block costs 4 s
+    engine.content(0)
+    for number in range(4):
+        disk.store(key(number), number, 0)
+    assert disk.backlog_seconds == 4.0
+    assert not shelf.is_worth([Shelved(0, None)])
+    assert shelf.is_worth([Shelved(0, 0)])
+    disk._io.catch_up()  # type: ignore[attr-defined]
+    disk.collect()
+    assert disk.backlog_seconds == 0.0
+    assert shelf.is_worth([Shelved(0, None)])
 
 
 def test_a_prefix_comes_back_from_the_disk(tmp_path: Path) -> None:
@@ -349,6 +384,22 @@ def test_others_go_on_while_the_disk_reads(tmp_path: Path, overlap: bool) -> Non
     for name in ("waits", "twin"):
         assert answer(run.ended[name]) == alone(prompt, run.ended[name].params, 64)[0]
         assert run.ended[name].cached_tokens == 32
+
+
+def test_who_waits_for_the_disk_counts_in_the_queue(tmp_path: Path) -> None:
+    now = [0.0]
+    run, io, prompt = _evicted(tmp_path, patience=Patience(2, 5.0), clock=lambda: now[0])
+    for name in ("first", "second", "third"):
+        run.scheduler.add(sequence(f"{name} waits", prompt, max_tokens=4))
+    assert run.scheduler.schedule() is None
+    assert [(s.request_id, s.cause) for s in run.scheduler.turn_away()] == [("third waits", "queue_full")]
+    now[0] = 5.1
+    assert run.scheduler.schedule() is None
+    assert [s.cause for s in run.scheduler.turn_away()] == ["queue_timeout"] * 2
+    assert run.scheduler.num_waiting == 0
+    io.catch_up()
+    assert run.scheduler.schedule() is None
+    check(run.scheduler)
 
 
 def test_who_is_cancelled_while_the_disk_reads_leaves_nothing(tmp_path: Path) -> None:
