@@ -5,8 +5,8 @@ what tactics mean.
 
 One tactic after the other takes the value with which the plan is fastest, the others staying as they are. Each value's
 plan is timed in turn with the best so far, several times over, so that a noisy moment meets both; a value is taken only
-if it wins by more than `MARGIN`, which is more than a busy machine's medians scatter. On a GPU its own clock counts:
-the time between events around each launch.
+if it wins by more than `MARGIN`, which is more than a busy machine's medians scatter. On a GPU its own clock counts,
+the time between events around each launch, and one plan is timed behind the other, as both may not fit.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _code(path: Path) -> dict[str, str]:
 
 
 def _gpu_ratios(ours: Path, theirs: Path, repeats: int) -> dict[int, float]:
-    """As `_ratios`, by the GPU's clock. One plan after the other is loaded, as both may not fit."""
+    """As `_ratios`, by the GPU's clock."""
     times = [_gpu_seconds(path, repeats) for path in (ours, theirs)]
     return {tokens: times[0][tokens] / times[1][tokens] for tokens in times[0]}
 

@@ -23,19 +23,24 @@ from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
 
 _NONE = np.empty(0, np.int32)
+#: SAMPLER_FIELDS of a row whose token the host chooses.
+_HOST = (0,) * len(SAMPLER_FIELDS)
 #: Two f32, the seed and the counter; and the same as i32.
 _FIELDS, _WORDS = struct.Struct("<2fQI"), struct.Struct("<5i")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Fixed:
-    """What stays the same over a sequence's life. `prompt` is empty unless a penalty looks at the history."""
+    """What stays the same over a sequence's life. `prompt` is empty unless a penalty looks at the history. `on_gpu`:
+    `params_of` its rows without the counter, which is their last; None until a GPU is asked.
+    """
 
     penalised: bool
     prompt: array[int]
     bias_ids: np.ndarray
     bias: np.ndarray
     stops: np.ndarray
+    on_gpu: tuple[int, ...] | None = None
 
 
 class RowSampler:
@@ -63,14 +68,24 @@ class RowSampler:
 
 def sampler_params_of(sequences: Seq[Sequence]) -> np.ndarray:
     """How a GPU is to choose the sequences' next tokens: i32[rows, len(SAMPLER_FIELDS)]."""
-    return np.array([params_of(_row(sequence)) for sequence in sequences], np.int32).reshape(-1, len(SAMPLER_FIELDS))
+    return np.array([_params(sequence) for sequence in sequences], np.int32).reshape(-1, len(SAMPLER_FIELDS))
+
+
+def _params(sequence: Sequence) -> tuple[int, ...]:
+    """`params_of` the sequence's row: the GPU waits meanwhile, so that what stays the same is worked out once."""
+    fixed = _fixed(sequence)
+    if len(_banned(sequence, fixed)):
+        return _HOST
+    if fixed.on_gpu is None:
+        fixed.on_gpu = params_of(_row(sequence))[:-1]
+    return (*fixed.on_gpu, sequence.generated) if fixed.on_gpu[0] else _HOST
 
 
 def params_of(row: SamplingRow) -> tuple[int, ...]:
     """SAMPLER_FIELDS of a row; zeros, for the host, where its logits are changed or their logarithms wanted."""
     changed = (row.repetition_penalty, row.presence_penalty, row.frequency_penalty) != (1.0, 0.0, 0.0)
     if changed or len(row.bias_ids) or len(row.banned) or row.num_logprobs >= 0:
-        return (0,) * len(SAMPLER_FIELDS)
+        return _HOST
     temperature, top_p, low, high, counter = _WORDS.unpack(
         _FIELDS.pack(row.temperature, row.top_p, row.seed, row.counter)
     )
@@ -84,11 +99,7 @@ def _single(value: float) -> float:
 
 
 def _row(sequence: Sequence) -> SamplingRow:
-    fixed = sequence.slot
-    if fixed is None:
-        fixed = sequence.slot = _fix(sequence)
-    assert isinstance(fixed, _Fixed)
-    p = sequence.params
+    fixed, p = _fixed(sequence), sequence.params
     return SamplingRow(
         p.temperature,
         p.top_p,
@@ -104,8 +115,19 @@ def _row(sequence: Sequence) -> SamplingRow:
         sequence.tokens[sequence.num_prompt : sequence.num_prompt + sequence.generated] if fixed.penalised else _NONE,
         fixed.bias_ids,
         fixed.bias,
-        fixed.stops if sequence.generated < p.min_tokens else _NONE,
+        _banned(sequence, fixed),
     )
+
+
+def _banned(sequence: Sequence, fixed: _Fixed) -> np.ndarray:
+    return fixed.stops if sequence.generated < sequence.params.min_tokens else _NONE
+
+
+def _fixed(sequence: Sequence) -> _Fixed:
+    if sequence.slot is None:
+        sequence.slot = _fix(sequence)
+    assert isinstance(sequence.slot, _Fixed)
+    return sequence.slot
 
 
 def _fix(sequence: Sequence) -> _Fixed:

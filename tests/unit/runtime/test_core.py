@@ -108,6 +108,63 @@ def test_evicted_prefixes_come_back_from_a_disk(slow: Path, tmp_path: Path, host
     assert not [*tmp_path.iterdir()]
 
 
+#: A core whose executor chooses tokens as a GPU does, and leaves no logits of their rows.
+_CHOOSING = """
+import sys
+from types import SimpleNamespace
+import numpy as np
+from llmc.plugins.sampler import reference
+from llmc.runtime import core_main
+from llmc.runtime.executor import Executor
+compute = Executor.finish
+chosen = 0
+
+def choose(self):
+    global chosen
+    logits = compute(self)
+    for number, row in enumerate(self._memory.sampler_params[: len(logits)]):
+        on_gpu, _, _, top_k, least, low, high, counter = row.tolist()
+        if on_gpu:
+            temperature, top_p = row[1:3].view(np.float32).tolist()
+            about = SimpleNamespace(
+                temperature=temperature, top_p=top_p, min_p=least / 2**30, top_k=top_k, counter=counter,
+                seed=(high & 0xFFFFFFFF) << 32 | low & 0xFFFFFFFF, num_logprobs=-1, repetition_penalty=1.0,
+                presence_penalty=0.0, frequency_penalty=0.0, prompt=(), output=(), bias_ids=(), bias=(), banned=(),
+            )
+            self.tokens[number] = reference.sample(logits[number], about).token
+            logits[number] = np.nan
+            chosen += 1
+    return logits
+
+Executor.samples, Executor.finish = property(lambda self: True, lambda self, value: None), choose
+code = core_main.main(sys.argv)
+print(chosen, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_are_the_same_whoever_chooses_them(plan: Path, overlap: bool) -> None:
+    """Beside rows that a GPU chooses stand those that it must leave to the host, for ever or at first."""
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0}, {"temperature": 1.0, "seed": 2**63 + 7}, {"temperature": 2.5, "top_p": 0.8, "seed": 1},
+        {"temperature": 40.0, "top_k": 5, "min_p": 0.5, "seed": 3}, {"temperature": 1.5, "min_tokens": 9, "seed": 4},
+        {"logprobs": 2}, {"temperature": 2.0, "repetition_penalty": 1.4, "seed": 5}, {"logit_bias": {7: 9.0}},
+    ]  # fmt: skip
+    answers = []
+    for program in (("-m", "llmc.runtime.core_main"), ("-c", _CHOOSING)):
+        with Client(plan, program=program, overlap=overlap, max_num_batched_tokens=16) as client:
+            for i, prompt in enumerate(prompts(24)):
+                client.submit(str(i), prompt, max_tokens=20, **kinds[i % len(kinds)])
+            client.submit("nan", [1, 2, NAN_TOKEN], max_tokens=5)
+            client.wait_all()
+            answers.append((client.tokens, {name: output.finish_reason for name, output in client.ended.items()}))
+            client.shut_down()
+            _, errors = client.process.communicate(timeout=20)
+    assert answers[0] == answers[1]
+    assert int(errors.split()[-1]) > 24 * 5
+
+
 #: A core whose disk reads nothing but the first record, which is for measuring, until a file is there.
 _SLOW_DISK = """
 import sys, time
