@@ -93,8 +93,8 @@ def _copy(e: Emitter, node: Node) -> list[Any]:
         return [e.transpose(x, a.perm)]
     if a.kind == "concat":
         return [e.concat([x, *others], a.axis % rank)]
-    if a.kind == "slice" and a.axis % rank == rank - 1 and a.step == 1:
-        return [e.last_columns(x, a.start, a.stop)]
+    if a.kind == "slice":
+        return _slice(e, node)
     raise ValueError(f"a copy of the kind {a.kind} has no TensorRT form here")
 
 
@@ -103,7 +103,10 @@ def _reshape(e: Emitter, node: Node) -> list[Any]:
 
 
 def _slice(e: Emitter, node: Node) -> list[Any]:
-    return [e.last_columns(e.values[node.inputs[0]], node.attrs.start, node.attrs.stop)]
+    a, rank = node.attrs, e.types[node.inputs[0]].rank
+    if a.axis % rank != rank - 1 or a.step != 1:
+        raise ValueError(f"a slice of axis {a.axis} in steps of {a.step} has no TensorRT form here")
+    return [e.last_columns(e.values[node.inputs[0]], a.start, a.stop)]
 
 
 #: Operator -> its layers; raises ValueError for a form that has none.

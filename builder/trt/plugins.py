@@ -35,7 +35,7 @@ class AotPlugins:
         self, operator: str, kernel: PluginKernel, compiled: Variant, shapes: Sequence[tuple[Dim, ...]]
     ) -> Callable[..., Any]:
         """The plug-in as a function of tensors. `shapes`: those of the f32 results, over T."""
-        name = f"{operator}_{compiled.key(str(shapes))[:12]}"
+        name = f"{operator}_{compiled.key(str(shapes), repr(kernel.call.grid))[:12]}"
         found = getattr(getattr(self._trtp.op, NAMESPACE, None), name, None)
         if found is None:
             self._define(f"{NAMESPACE}::{name}", kernel, compiled, shapes)

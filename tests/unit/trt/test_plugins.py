@@ -1,10 +1,14 @@
-"""Kernels of plug-ins compiled to PTX: parameters in TensorRT's order, nothing else declared, assembled by ptxas."""
+"""Kernels of plug-ins compiled to PTX: parameters in TensorRT's order, nothing else declared, assembled by ptxas; a
+layer that is refused.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,8 @@ from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.builder.cuda.cubin import resources
 from llmc.builder.cuda.variant import Variant, variant
+from llmc.builder.ir import Node
+from llmc.builder.trt.operators import LAYERS
 from llmc.builder.trt.plugin_kernel import PluginKernel, plugin_kernel
 from llmc.builder.trt.ptx import compile_ptx, without_scratch
 from llmc.plugins.cpu.call import Pointer, RowStride
@@ -87,3 +93,11 @@ def test_a_kernel_that_writes_gives_the_pool_on() -> None:
     kernel = plugin_kernel(CudaCall("rope_cache.kernels:f", args, {"WIDTH": 4}, ()), {}, writes=True)
     assert list(kernel.call.args) == ["in0", "pool", "block_tables", "T", "pool_written"]
     assert "f(k=in0, keys=pool + 32, tables=block_tables, n=T, WIDTH=WIDTH)" in str(kernel.call.source)
+
+
+@pytest.mark.parametrize(("axis", "step"), [(0, 1), (1, 2)])
+def test_a_slice_that_is_no_run_of_columns_is_refused(axis: int, step: int) -> None:
+    kind, cut = TensorType("f32", (4, 4)), SimpleNamespace(axis=axis, start=0, stop=2, step=step)
+    emitter: Any = SimpleNamespace(types={"x": kind}, values={"x": None})
+    with pytest.raises(ValueError, match=f"a slice of axis {axis} in steps of {step} has no TensorRT form"):
+        LAYERS["slice"](emitter, Node("slice", ("x",), cut, ("y",), (kind,)))
