@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -208,7 +208,7 @@ def _calibrate(
     shapes = {path: shape_of(model.get_submodule(path)) for path in forms if path not in kept} | stack_shapes(experts)
     first = set() if smoothing is None else {readers[0] for readers in smoothing.readers.values()}
     with RoundedWriter(partial_side, shapes, options.weights, head, first) as writer:
-        sink = _Sink(writer, sensitivity.loss, kept, inputs, progress)
+        sink = _Sink(writer, sensitivity.loss, kept, inputs, partial(progress, "rounding"), len({*forms, *shapes}))
         chosen = sequential.Chosen(forms, kept, options.activations, inputs, dict.fromkeys(experts, form))
         sequential.round_model(model, samples.ids, chosen, modelopt.amax, sink, smoothing)
         if missing := sorted({*forms, *shapes} - sink.ranges.keys()):
@@ -238,7 +238,8 @@ class _Sink:
     loss: Mapping[str, float]
     kept: frozenset[str]
     inputs: frozenset[str]
-    progress: Progress
+    progress: Callable[[int, int], None]
+    total: int  # modules, and stacks of experts
     ranges: dict[str, Ranges] = field(default_factory=dict)
 
     def rows(self, path: str, start: int, rounded: Rounded) -> None:
@@ -249,7 +250,7 @@ class _Sink:
 
     def stack(self, path: str, stack: Stack) -> None:
         choice = Choice(False, 0.0, stack.input_scale, float(np.float32(stack.error)))
-        self.ranges[path] = Ranges(stack.input_amax, tuple(stack.weight_amax), choice)
+        self._add(path, Ranges(stack.input_amax, tuple(stack.weight_amax), choice))
 
     def done(self, path: str, outcome: Outcome) -> None:
         loss, error = (float(np.float32(value)) for value in (self.loss[path], outcome.error))
@@ -259,5 +260,8 @@ class _Sink:
             if outcome.smoothed.module == path:
                 self.writer.add_factors(path, outcome.smoothed.factors.numpy())
         choice = Choice(path in self.kept, loss, outcome.input_scale, error, smoothing, path in self.inputs)
-        self.ranges[path] = Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice)
-        self.progress("rounding", len(self.ranges), len(self.loss))
+        self._add(path, Ranges(outcome.input_amax, tuple(outcome.weight_amax.tolist()), choice))
+
+    def _add(self, path: str, ranges: Ranges) -> None:
+        self.ranges[path] = ranges
+        self.progress(len(self.ranges), self.total)

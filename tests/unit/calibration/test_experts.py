@@ -118,14 +118,26 @@ def test_padding_is_not_looked_at_and_an_expert_without_tokens_is_rounded_for_th
     assert lost[0] < 0.7 * lost[1]
 
 
+class Told:
+    """How much was done of how much, of rounding."""
+
+    def __init__(self) -> None:
+        self.rounding: list[tuple[int, int]] = []
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what == "rounding":
+            self.rounding.append((done, total))
+
+
 def test_experts_that_are_read_one_by_one_are_rounded_alike(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, limit in (("resident", 1 << 30), ("streamed", 0)):
         monkeypatch.setattr("llmc.builder.reference.RESIDENT", limit)
         monkeypatch.setattr("llmc.builder.reference._SMALL", limit)
-        options = CalibrationOptions(samples=4, tokens=32, budget=1.0)
-        calibrate(checkpoint(folder, "mixtral"), options, tmp_path / f"{name}.json")
+        options, told = CalibrationOptions(samples=4, tokens=32, budget=1.0), Told()
+        count = len(calibrate(checkpoint(folder, "mixtral"), options, tmp_path / f"{name}.json", told).tensors)
+        assert told.rounding == [(done, count) for done in range(1, count + 1)]
     files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("resident", "streamed")]
     assert files[0] == files[1]
 
