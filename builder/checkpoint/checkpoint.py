@@ -6,6 +6,7 @@ file formats. torch and transformers are imported only by the methods that need 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -172,11 +173,16 @@ class Checkpoint:
     @property
     def stretch(self) -> float:
         """How many times `longest` a sequence may have if a profile asks for it: the factor of dynamic NTK scaling,
-        whose frequencies are made for a length; 1 where a layer has another rule.
+        whose frequencies are made for a length; 1 where a layer has another rule. Raises CheckpointError for what is no
+        such number.
         """
         rules = getattr(self.hf_config().get_text_config(), "rope_parameters", None) or {}
         each = [rule for rule in (rules, *rules.values()) if isinstance(rule, Mapping) and "rope_type" in rule]
-        return min((float(r["factor"]) if r["rope_type"] == "dynamic" else 1.0 for r in each), default=1.0)
+        factors = [rule["factor"] if rule["rope_type"] == "dynamic" else 1.0 for rule in each]
+        for factor in factors:
+            if not (isinstance(factor, int | float) and 1 <= factor < math.inf):
+                raise CheckpointError(f"{self.path}: config.json: factor of rope is {factor!r}, at least 1 is needed")
+        return float(min(factors, default=1.0))
 
     def _ids(self, file: str, key: str, value: Any) -> frozenset[int]:
         """A token id, a list of them or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmc.artifacts.errors import UsageError
+from llmc.artifacts.errors import CheckpointError, UsageError
 from llmc.builder.build import resolved_profile
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.interpreter import Batch, run
@@ -95,6 +96,16 @@ def test_the_base_of_long_sequences_is_that_of_short_ones_too(tmp_path: Path) ->
     profile.write_text("token_ranges: [{min: 1, max: 16}]\nmax_seq_len: 513\n")
     with pytest.raises(UsageError, match="max_position_embeddings is 256 and its rope factor 2: at most 512"):
         resolved_profile(checkpoint, options, load_target("cpu"))
+
+
+@pytest.mark.parametrize("factor", [0.5, None])
+def test_a_factor_that_is_none_is_named(tmp_path: Path, factor: object) -> None:
+    folder = save_tiny(tmp_path / "model", tiny_model("llama", **rope("llama", "dynamic")))
+    config = json.loads((folder / "config.json").read_bytes())
+    config["rope_parameters"]["factor"] = factor
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"config.json: factor of rope is {factor}, at least 1 is needed"):
+        open_checkpoint(folder).stretch  # noqa: B018
 
 
 @pytest.mark.timeout(300)
