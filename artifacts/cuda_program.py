@@ -163,11 +163,6 @@ class CudaProgram(msgspec.Struct, frozen=True):
         return self.columns[1]
 
     @property
-    def samples(self) -> bool:
-        """Whether its steps choose tokens: a rank that has whole rows of logits does."""
-        return self.tp == 1
-
-    @property
     def max_tokens(self) -> int:
         """Of the largest step."""
         return max(steps.most for steps in self.steps)
