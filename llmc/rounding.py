@@ -14,7 +14,7 @@ from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, read_table
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
-from llmc.profiles import CudaTarget, TargetDescription, TensorRtTarget
+from llmc.profiles import GpuTarget, TargetDescription
 
 if TYPE_CHECKING:
     from llmc.builder.checkpoint import Checkpoint
@@ -131,12 +131,12 @@ class RoundingOptions:
 
 def usual_head(target: TargetDescription) -> str:
     """What a build of rounded weights makes of the output head unless it is told."""
-    return "bf16" if isinstance(target, CudaTarget | TensorRtTarget) and not target.fp8 else LM_HEAD_DTYPE
+    return "bf16" if isinstance(target, GpuTarget) and not target.fp8 else LM_HEAD_DTYPE
 
 
 def require_fp8(target: TargetDescription, precision: str, kv_dtype: str | None, lm_head_dtype: str | None) -> None:
     """Raises UsageError, naming the option, for FP8 on GPUs that do not know it."""
-    if not isinstance(target, CudaTarget | TensorRtTarget) or target.fp8:
+    if not isinstance(target, GpuTarget) or target.fp8:
         return
     for option, wanted, instead in (
         ("--fp8", precision == "fp8", "--dtype bf16"),

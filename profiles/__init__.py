@@ -9,6 +9,7 @@ from llmc.profiles.tactics import Tactics
 from llmc.profiles.targets import (
     CpuTarget,
     CudaTarget,
+    GpuTarget,
     TargetDescription,
     TensorRtTarget,
     changed_tactics,
@@ -21,6 +22,7 @@ __all__ = [
     "CpuTarget",
     "CudaTarget",
     "Gpu",
+    "GpuTarget",
     "Tactics",
     "TargetDescription",
     "TensorRtTarget",

@@ -72,16 +72,13 @@ class CpuTarget(TargetDescription):
 
 
 @dataclass(frozen=True)
-class CudaTarget(TargetDescription):
+class GpuTarget(TargetDescription):
     """`sm`: 90 for sm_90; `driver`: the least version of the driver, as cuDriverGetVersion counts (13000 is CUDA 13.0);
-    `gpu`: a GPU of this architecture (llmc.profiles.gpus), for estimates; `tactics`: numbers that kernels are compiled
-    with, by operator and name. `host`: what the code beside the kernels, the sampler, is compiled for.
+    `host`: what the code beside the kernels, the sampler, is compiled for.
     """
 
     sm: int
     driver: int
-    gpu: str
-    tactics: CudaTactics
     host: CpuTarget
 
     @property
@@ -96,24 +93,18 @@ class CudaTarget(TargetDescription):
 
 
 @dataclass(frozen=True)
-class TensorRtTarget(TargetDescription):
-    """A GPU whose engine TensorRT builds, of which it chooses all but the kernels of keys and values; the rest is as
-    `CudaTarget` says it.
+class CudaTarget(GpuTarget):
+    """`gpu`: one of this architecture (llmc.profiles.gpus), for estimates; `tactics`: numbers that kernels are compiled
+    with, by operator and name.
     """
 
-    sm: int
-    driver: int
-    host: CpuTarget
+    gpu: str
+    tactics: CudaTactics
 
-    @property
-    def fp8(self) -> bool:
-        """Whether its instructions multiply E4M3."""
-        return self.sm >= _FIRST_FP8
 
-    @property
-    def fingerprint(self) -> Target:
-        """What the manifest says."""
-        return Target(self.kind, self.isa, self.host.features, self.driver)
+@dataclass(frozen=True)
+class TensorRtTarget(GpuTarget):
+    """A GPU whose engine TensorRT builds, of which it chooses all but the kernels of keys and values."""
 
 
 def target_names() -> list[str]:
