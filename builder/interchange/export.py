@@ -7,6 +7,7 @@ Weights go from file to file a block (from a plan: a tensor) at a time; no more 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +73,19 @@ def _export_rank(stored: PlanWeights, out: Path) -> Exported:
 def _write(
     graph: Graph, kv_dtype: str, block_size: int, out: Path, weights: Callable[[Member, Sink], None]
 ) -> Exported:
-    """Both files stand complete at their paths, or neither does."""
+    """Both files stand checked and complete at their paths, or neither does."""
     data = out.with_name(f"{out.name}.data")
     made = onnx_model(graph, kv_dtype, block_size, data.name)
-    part, data_part = temporary_beside(out), temporary_beside(data)
+    folder = temporary_beside(out)  # the model names its weights' file, so both have their names there
     with disk_errors(out):
         try:
-            with data_part.open("wb") as sink:
+            folder.mkdir()
+            with (folder / data.name).open("wb") as sink:
                 weights(made.weights, sink)
-            part.write_bytes(made.proto.SerializeToString())
-            os.replace(data_part, data)
-            os.replace(part, out)
+            (folder / out.name).write_bytes(made.proto.SerializeToString())
+            onnx.checker.check_model(folder / out.name)
+            os.replace(folder / data.name, data)
+            os.replace(folder / out.name, out)
         finally:
-            part.unlink(missing_ok=True)
-            data_part.unlink(missing_ok=True)
-    onnx.checker.check_model(out)
+            shutil.rmtree(folder, ignore_errors=True)
     return Exported(len(made.proto.graph.node), made.weights.nbytes, out, data)
