@@ -73,7 +73,9 @@ def _export_rank(stored: PlanWeights, out: Path) -> Exported:
 def _write(
     graph: Graph, kv_dtype: str, block_size: int, out: Path, weights: Callable[[Member, Sink], None]
 ) -> Exported:
-    """Both files stand checked and complete at their paths, or neither does."""
+    """Both files stand checked and complete at their paths, or neither does. Raises RuntimeError for a model that onnx
+    refuses: a defect of the translations, whatever the graph was.
+    """
     data = out.with_name(f"{out.name}.data")
     made = onnx_model(graph, kv_dtype, block_size, data.name)
     folder = temporary_beside(out)  # the model names its weights' file, so both have their names there
@@ -83,9 +85,17 @@ def _write(
             with (folder / data.name).open("wb") as sink:
                 weights(made.weights, sink)
             (folder / out.name).write_bytes(made.proto.SerializeToString())
-            onnx.checker.check_model(folder / out.name)
+            _require_valid(folder / out.name, out)
             os.replace(folder / data.name, data)
             os.replace(folder / out.name, out)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return Exported(len(made.proto.graph.node), made.weights.nbytes, out, data)
+
+
+def _require_valid(written: Path, out: Path) -> None:
+    try:
+        onnx.checker.check_model(written)
+    except onnx.checker.ValidationError as error:
+        found = " ".join(str(error).split())  # it tells what and where in several lines
+        raise RuntimeError(f"{out}: onnx refuses the model that llmc made, which is not written: {found}") from error

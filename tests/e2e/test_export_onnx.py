@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from llmc.artifacts.plan import Plan
+from llmc.builder.interchange import operators
+from llmc.builder.interchange.emitter import Emitter
 from llmc.builder.interpreter import Batch, Exchange
+from llmc.builder.ir import Node
 from llmc.builder.page.render import lower_plan
 from llmc.cli import main
 from llmc.runtime.engine import Engine
@@ -82,3 +86,38 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert result.exit_code == 4
     assert "no ONNX form of these operators: causal_conv (in " in result.output
     assert not list(tmp_path.glob("*model.onnx*"))
+
+
+def no_such_operator(e: Emitter, node: Node) -> list[str]:
+    return [e.op("NoSuchOperator", node.inputs[0])]
+
+
+def no_such_operand(e: Emitter, node: Node) -> list[str]:
+    return [e.op("Add", node.inputs[0], "nowhere")]
+
+
+@pytest.mark.parametrize(
+    ("translation", "words"),
+    [
+        (no_such_operator, "No Op registered for NoSuchOperator"),
+        (no_such_operand, "input 'nowhere' of node: name: OpType: Add is not output of any previous nodes"),
+    ],
+)
+def test_a_model_that_onnx_refuses_is_not_written(
+    translation: Callable[[Emitter, Node], list[str]], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path / "model", "llama")
+    monkeypatch.setitem(operators.TRANSLATIONS, "select_rows", translation)
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (out / name).write_text(f"an older {name}")
+    model = out / "model.onnx"
+    result = CliRunner().invoke(main, ["export", "--onnx", str(folder), "--dtype", "fp32", "-o", str(model)])
+    assert result.exit_code == 1  # a defect of llmc itself
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"error: internal error: RuntimeError: {model}: onnx refuses the model")
+    assert words in line
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        name: f"an older {name}" for name in ("model.onnx", "model.onnx.data")
+    }
