@@ -1,4 +1,5 @@
-"""llama.cpp as a peer, through the C API that the wheel of xllamacpp exports: no Python runs within a step.
+"""llama.cpp as a peer, through its C API: no Python runs within a step. The wheel of xllamacpp exports it; another library,
+compiled for exactly this machine, say, is named by LLMC_LLAMA_CPP=/path/to/libllama.so.
 
 Comes in: a GGUF file. Goes out: seconds. Must not know: plans.
 
@@ -11,6 +12,7 @@ refused.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from ctypes import POINTER, c_bool, c_char_p, c_int8, c_int32, c_uint32, c_void_p
 from importlib.util import find_spec
@@ -77,24 +79,37 @@ def prepare() -> None:
     _library()
 
 
-def _library() -> ctypes.CDLL:
+def _file() -> Path:
+    """Of the library."""
+    if named := os.environ.get("LLMC_LLAMA_CPP"):
+        if not Path(named).is_file():
+            raise EnvironmentFault(f"LLMC_LLAMA_CPP={named}: no such file; name a libllama.so, or unset it")
+        return Path(named)
     spec = find_spec("xllamacpp")
     if spec is None or not spec.submodule_search_locations:
         raise EnvironmentFault("xllamacpp is not installed; `pip install 'llmc[bench]'` brings it")
     files = sorted(Path(spec.submodule_search_locations[0]).glob("xllamacpp*.so"))
     if not files:
         raise EnvironmentFault(f"{spec.origin}: has no xllamacpp*.so beside it; the wheel of 2026.10 does")
-    library = ctypes.CDLL(str(files[0]))
+    return files[0]
+
+
+def _library() -> ctypes.CDLL:
+    file = _file()
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise EnvironmentFault(f"{file}: cannot be loaded: {error}") from None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
-            raise EnvironmentFault(f"{files[0]}: exports no {name}; the wheel of xllamacpp 2026.10 does")
+            raise EnvironmentFault(f"{file}: exports no {name}; the wheel of xllamacpp 2026.10 does")
         function.restype, function.argtypes = result, arguments
     params = library.llama_context_default_params()
     found = {name: int(getattr(params, name)) for name in _DEFAULTS}
     if found != _DEFAULTS:
         raise EnvironmentFault(
-            f"{files[0]}: llama_context_params are not laid out as in the wheel of xllamacpp 2026.10: "
+            f"{file}: llama_context_params are not laid out as in the wheel of xllamacpp 2026.10: "
             f"defaults {found}, expected {_DEFAULTS}"
         )
     return library
