@@ -14,11 +14,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from llmc.artifacts import VERSION
-from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import Dim, TensorType
 from llmc.builder.interchange.emitter import DOMAIN, ELEMENTS, Emitter
 from llmc.builder.interchange.operators import DOMAIN_VERSION, OPSET, TRANSLATIONS, cache_names
 from llmc.builder.ir import Graph, Node
+from llmc.builder.translation.checks import require_translations, translated
 from llmc.builder.weights.placement import ALIGN, Member, Placement
 
 
@@ -31,8 +31,8 @@ class OnnxModel:
 
 
 def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> OnnxModel:
-    """Raises UnsupportedError naming every operator without translation, and a module that uses it."""
-    _check(graph)
+    """Raises UnsupportedError for what has no ONNX form, by name."""
+    require_translations(graph, TRANSLATIONS, ELEMENTS, "ONNX")
     e = Emitter(graph.types(), graph.tp)
     weights, initializers = _weights(graph, location)
     for node in graph:
@@ -45,11 +45,7 @@ def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> O
                 node.out, ELEMENTS[kind.dtype], [int(d) for d in kind.shape], node.attrs.values
             )
             continue
-        try:
-            results = TRANSLATIONS[node.op](e, node)
-        except ValueError as error:
-            raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error
-        e.rename(since, dict(zip(results, node.outputs, strict=True)))
+        e.rename(since, {result: name for name, result in translated(TRANSLATIONS, e, node).items()})
     before, after = _cache(graph, kv_dtype, block_size)
     made = helper.make_graph(
         e.nodes,
@@ -63,24 +59,12 @@ def onnx_model(graph: Graph, kv_dtype: str, block_size: int, location: str) -> O
     return OnnxModel(proto, weights)
 
 
-def _check(graph: Graph) -> None:
-    stuck: dict[str, str] = {}
-    for node in graph:
-        if node.op not in TRANSLATIONS and node.op not in ("input", "param", "const"):
-            stuck.setdefault(node.op, node.path)
-    if stuck:
-        places = "; ".join(f"{op} (in {path})" for op, path in sorted(stuck.items()))
-        raise UnsupportedError(f"no ONNX form of these operators: {places}")
-
-
 def _weights(graph: Graph, location: str) -> tuple[Member, list[onnx.TensorProto]]:
     """Every parameter's place in the file of weights, one after the other."""
     placements: list[Placement] = []
     tensors = []
     end = 0
     for node in (n for n in graph if n.op == "param"):
-        if node.type.dtype not in ELEMENTS:
-            raise UnsupportedError(f"{node.path}: a weight in {node.type.dtype} has no ONNX form here")
         offset = -(-end // ALIGN) * ALIGN
         recipe, kind, element = _stored(node)
         placements.append(Placement(recipe, kind, offset, node.path))

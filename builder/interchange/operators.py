@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llmc.builder.interchange import products, row_programs
-from llmc.builder.interchange.elementwise import formula
 from llmc.builder.interchange.emitter import DOMAIN, Emitter
 from llmc.builder.ir import Node
+from llmc.builder.translation import operators as common
 
 DOMAIN_VERSION, OPSET = 1, 21
 #: Arrays of a step that the cache's operators take, in this order, behind the layer's keys and values.
@@ -57,35 +57,6 @@ def _attributes(attrs: Any) -> dict[str, Any]:
     return found
 
 
-def _embedding(e: Emitter, node: Node) -> list[str]:
-    rows = e.op("Gather", node.inputs[1], node.inputs[0])
-    return [rows if e.types[node.inputs[1]].dtype == "f32" else e.cast(rows, "f32")]
-
-
-def _select_rows(e: Emitter, node: Node) -> list[str]:
-    return [e.op("Gather", *node.inputs)]
-
-
-def _rms_norm(e: Emitter, node: Node) -> list[str]:
-    x, w, *residual = node.inputs
-    total = e.op("Add", x, *residual) if residual else x
-    square = e.op("ReduceMean", e.op("Mul", total, total), e.integers([-1]))
-    root = e.op("Sqrt", e.op("Add", square, e.constant(node.attrs.eps, "f32")))
-    y = e.op("Mul", e.op("Div", total, root), w)
-    return [total, y] if residual else [y]
-
-
-def _layer_norm(e: Emitter, node: Node) -> list[str]:
-    x, w, b, *residual = node.inputs
-    total = e.op("Add", x, *residual) if residual else x
-    y = e.op("LayerNormalization", total, w, b, epsilon=node.attrs.eps)
-    return [total, y] if residual else [y]
-
-
-def _all_reduce(e: Emitter, node: Node) -> list[str]:
-    return [products.all_reduce(e, node.inputs[0])]
-
-
 def _mean_squares(e: Emitter, node: Node) -> list[str]:
     sums = [e.op("ReduceSumSquare", x, e.integers([1]), keepdims=1) for x in node.inputs]
     widths = [e.constant(float(width), "f32") for width in node.attrs.widths]
@@ -93,57 +64,19 @@ def _mean_squares(e: Emitter, node: Node) -> list[str]:
     return [e.op("Concat", *means, axis=1)]
 
 
-def _pointwise(e: Emitter, node: Node) -> list[str]:
-    return [formula(e, node.attrs.expr, [e.float32(name) for name in node.inputs])]
-
-
 def _reduce(e: Emitter, node: Node) -> list[str]:
     kind = {"mean": "ReduceMean", "sum": "ReduceSum", "max": "ReduceMax"}[node.attrs.kind]
     return [e.op(kind, node.inputs[0], e.integers([-1]), keepdims=int(node.attrs.keepdim))]
 
 
-def _copy(e: Emitter, node: Node) -> list[str]:
-    a, x = node.attrs, node.inputs[0]
-    match a.kind:
-        case "transpose":
-            return [e.op("Transpose", x, perm=list(a.perm))]
-        case "slice":
-            return [e.slice(x, a.axis, a.start, a.stop, a.step)]
-        case "concat":
-            return [e.op("Concat", *node.inputs, axis=a.axis)]
-    own = (1,) * (len(a.shape) - e.types[x].rank) + e.types[x].shape
-    # An axis that x has already stays as it is: 1 asks for nothing in an Expand.
-    sizes = [1 if d == o else d for d, o in zip(a.shape, own, strict=True)]
-    counts = {"T": "ids", "S": "rows"}
-    parts = [e.op("Shape", counts[d]) if isinstance(d, str) else e.integers([d]) for d in sizes]
-    return [e.op("Expand", x, e.op("Concat", *parts, axis=0))]
-
-
-def _reshape(e: Emitter, node: Node) -> list[str]:
-    return [e.reshape(node.inputs[0], node.attrs.shape)]
-
-
-def _slice(e: Emitter, node: Node) -> list[str]:
-    a = node.attrs
-    return [e.slice(node.inputs[0], a.axis, a.start, a.stop, a.step)]
-
-
 #: Operator -> its translation, which raises ValueError for a form that it does not have.
 TRANSLATIONS: dict[str, Callable[[Emitter, Node], list[str]]] = {
+    **common.TRANSLATIONS,
     **dict.fromkeys(CACHE, cache_operator),
     "linear": products.linear,
     "head_linear": products.head_linear,
     "grouped_linear": products.grouped_linear,
-    "all_reduce": _all_reduce,
     "mean_squares": _mean_squares,
     "rowwise": row_programs.rowwise,
-    "embedding": _embedding,
-    "select_rows": _select_rows,
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
-    "pointwise": _pointwise,
     "reduce": _reduce,
-    "copy": _copy,
-    "reshape": _reshape,
-    "slice": _slice,
 }

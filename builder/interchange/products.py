@@ -8,8 +8,7 @@ columns; inputs of E4M3 and INT8 weights by a constant scale, or by each row's l
 from __future__ import annotations
 
 from llmc.artifacts.types import FP8_MAX, INT4_GROUP, INT8_MAX
-from llmc.builder.interchange.elementwise import apply, formula
-from llmc.builder.interchange.emitter import DOMAIN, Emitter
+from llmc.builder.interchange.emitter import Emitter
 from llmc.builder.ir import Node
 
 #: dtype of a weight -> the largest number that inputs beside it are rounded to.
@@ -24,25 +23,21 @@ def linear(e: Emitter, node: Node) -> list[str]:
         x = e.op("Mul", x, rest.pop(0))
     x = _rounded(e, x, e.types[w].dtype, a.x_scale, a.x_per_token)
     if a.all_reduce:
-        y = all_reduce(e, e.op("Gemm", x, weight, transB=1))
+        y = e.all_reduce(e.op("Gemm", x, weight, transB=1))
         y = e.op("Add", y, *rest) if rest else y
     else:
         y = e.op("Gemm", x, weight, *rest, transB=1)
-    activation, gate, _ = a.epilogue.partition("_gate")
-    if gate:
-        size = int(e.types[w].shape[0]) // 2
-        return [e.op("Mul", apply(e, activation, e.slice(y, 1, 0, size)), e.slice(y, 1, size, 2 * size))]
-    return [y if activation == "none" else apply(e, activation, y)]
+    return [e.activated(y, a.epilogue, int(node.type.shape[1]))]
 
 
 def head_linear(e: Emitter, node: Node) -> list[str]:
     """Each head's own columns times its own matrix."""
     x, w = node.inputs
     heads, size, depth = (int(d) for d in e.types[w].shape)
-    split = e.reshape(x, ("T", heads, int(e.types[x].shape[1]) // heads))
-    own = e.op("Transpose", e.slice(split, 2, node.attrs.start, node.attrs.start + depth), perm=[1, 0, 2])
-    y = e.op("MatMul", own, e.op("Transpose", e.float32(w), perm=[0, 2, 1]))
-    return [e.reshape(e.op("Transpose", y, perm=[1, 0, 2]), ("T", heads * size))]
+    split = e.reshape(x, (-1, heads, int(e.types[x].shape[1]) // heads))
+    own = e.transpose(e.slice(split, 2, node.attrs.start, node.attrs.start + depth), (1, 0, 2))
+    y = e.op("MatMul", own, e.transpose(e.float32(w), (0, 2, 1)))
+    return [e.reshape(e.transpose(y, (1, 0, 2)), (-1, heads * size))]
 
 
 def grouped_linear(e: Emitter, node: Node) -> list[str]:
@@ -52,13 +47,13 @@ def grouped_linear(e: Emitter, node: Node) -> list[str]:
     each, chosen = e.types[x].rank == 3, int(e.types[index].shape[1])
     weight = _weight(e, w, rest, a.group_start)
     bias = rest.pop(0) if a.bias else None
-    rows = _rounded(e, e.reshape(x, ("T", depth)) if each else x, e.types[w].dtype, a.x_scale, a.x_per_token)
+    rows = _rounded(e, e.reshape(x, (-1, depth)) if each else x, e.types[w].dtype, a.x_scale, a.x_per_token)
     first = e.integers([0])
-    products = e.op("MatMul", e.op("Unsqueeze", rows, first), e.op("Transpose", weight, perm=[0, 2, 1]))
+    products = e.op("MatMul", e.op("Unsqueeze", rows, first), e.transpose(weight, (0, 2, 1)))
     zero, one = e.constant(0, "i64"), e.constant(1, "i64")
     number = e.op("Range", zero, e.op("Gather", e.op("Shape", rows), zero), one)  # of each row
     if each:
-        number = e.reshape(number, ("T", chosen))
+        number = e.reshape(number, (-1, chosen))
     else:
         number = e.op("Expand", e.op("Unsqueeze", number, e.integers([1])), e.op("Shape", index))
     last = e.integers([-1])
@@ -66,16 +61,12 @@ def grouped_linear(e: Emitter, node: Node) -> list[str]:
     y = e.op("GatherND", products, e.op("Concat", *pairs, axis=-1))
     if bias is not None:
         y = e.op("Add", y, e.op("Gather", bias, index))
-    y = formula(e, a.expr, [e.slice(y, 2, 0, size // 2), e.slice(y, 2, size // 2, size)] if a.gated else [y])
+    halves = [e.slice(y, 2, 0, size // 2), e.slice(y, 2, size // 2, size)] if a.gated else [y]
+    y = e.formula(a.expr, halves, 3)
     if not a.combine:
         return [y]
     total = e.op("ReduceSum", e.op("Mul", y, e.op("Unsqueeze", rest.pop(0), last)), e.integers([1]), keepdims=0)
-    return [all_reduce(e, total) if a.all_reduce else total]
-
-
-def all_reduce(e: Emitter, x: str) -> str:
-    """The sum over all ranks; nothing where there is one."""
-    return e.op("AllReduce", x, domain=DOMAIN, ranks=e.tp) if e.tp > 1 else x
+    return [e.all_reduce(total) if a.all_reduce else total]
 
 
 def _weight(e: Emitter, w: str, rest: list[str], group_start: int) -> str:
@@ -92,9 +83,8 @@ def _weight(e: Emitter, w: str, rest: list[str], group_start: int) -> str:
     scale = rest.pop(0)
     if kind.rank == 2:
         return e.op("DequantizeLinear", w, scale, axis=0)
-    flat = e.op("Reshape", w, e.integers([-1, int(kind.shape[-1])]))
-    rows = e.op("DequantizeLinear", flat, e.op("Reshape", scale, e.integers([-1])), axis=0)
-    return e.op("Reshape", rows, e.integers([int(d) for d in kind.shape]))
+    rows = e.op("DequantizeLinear", e.reshape(w, (-1, int(kind.shape[-1]))), e.reshape(scale, (-1,)), axis=0)
+    return e.reshape(rows, [int(d) for d in kind.shape])
 
 
 def _nibbles(e: Emitter, name: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmc.artifacts.types import TensorType
-from llmc.builder.interchange.elementwise import apply
 from llmc.builder.interchange.emitter import Emitter
 from llmc.builder.ir import Node
 from llmc.plugins.rowwise.functions import CASTS
@@ -65,13 +64,13 @@ class _Program:
             return e.op("Unsqueeze", x, e.integers(range(1, missing + 1))) if missing else x
         operands = [self._formula(a, rank) for a in arg.args]
         if arg.name not in CASTS:
-            return apply(e, arg.name, *operands)
+            return e.apply(arg.name, *operands)
         (x,) = operands
         match arg.name:
             case "i32":
                 return e.cast(e.cast(x, "i32"), "f32")
             case "bool":
-                return apply(e, "ne", x, e.constant(0.0, "f32"))
+                return e.apply("ne", x, e.constant(0.0, "f32"))
         return x
 
     def step(self, call: Call) -> str:
@@ -81,7 +80,7 @@ class _Program:
         x = self.values[first] if isinstance(first, str) else e.constant(float(first), "f32")
         match call.name, call.args[1:]:
             case "reshape", sizes:
-                return e.op("Reshape", x, e.integers([0, *sizes]))  # a 0 keeps the axis
+                return e.reshape(x, [0, *sizes])  # a 0 keeps the axis
             case "fill", sizes:
                 missing = len(sizes) - len(kind.shape)
                 if isinstance(first, str) and missing:
@@ -103,5 +102,5 @@ class _Program:
             case "slice", (axis, start, stop, step):
                 return e.slice(x, axis + 1, start, stop, step)
             case "concat", _:
-                return e.op("Concat", *(self.values[name] for name in call.args), axis=-1)
+                return e.concat([self.values[name] for name in call.args], -1)
         return e.op(_REDUCTIONS[call.name], x, e.integers([-1]), keepdims=1)

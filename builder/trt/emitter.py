@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.trt_program import DTYPES
-from llmc.artifacts.types import TensorType
+from llmc.artifacts.types import Dim, TensorType
+from llmc.builder.translation.writer import GraphWriter
 
 _UNARY = {"neg": "NEG", "exp": "EXP", "log": "LOG", "cos": "COS", "sin": "SIN", "sqrt": "SQRT", "abs": "ABS",
           "floor": "FLOOR", "ceil": "CEIL", "round": "ROUND", "sign": "SIGN", "erf": "ERF",
@@ -19,7 +20,7 @@ _ACTIVATIONS = {"sigmoid": "SIGMOID", "tanh": "TANH", "relu": "RELU", "gelu": "G
 _BINARY = {"add": "SUM", "sub": "SUB", "mul": "PROD", "div": "DIV", "pow": "POW", "maximum": "MAX", "minimum": "MIN"}
 
 
-class Emitter:
+class Emitter(GraphWriter[Any]):
     """`values` has the tensor of each value of llmc's graph, `outputs` what the network gives beside the graph's own
     results, by name. Arrays that layers read are kept as long as this is.
 
@@ -27,7 +28,8 @@ class Emitter:
     """
 
     def __init__(self, trt: Any, network: Any, types: Mapping[str, TensorType], tp: int = 1) -> None:
-        self.trt, self.network, self.types, self.tp = trt, network, types, tp
+        super().__init__(types, tp)
+        self.trt, self.network = trt, network
         self.values: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self._kept: list[Any] = []
@@ -42,6 +44,10 @@ class Emitter:
         weights = self.trt.Weights(self.dtype(dtype), array.ctypes.data, array.size)
         self._kept += [array, weights]
         return self.network.add_constant(array.shape, weights).get_output(0)
+
+    def value(self, name: str) -> Any:
+        """Its tensor."""
+        return self.values[name]
 
     def number(self, value: float, rank: int) -> Any:
         """f32[1, ...] that broadcasts over a tensor of that rank."""
@@ -78,6 +84,16 @@ class Emitter:
         index = self.constant(np.arange(start, stop, dtype=np.int32), "i32")
         return self.network.add_gather(x, index, len(x.shape) - 1).get_output(0)
 
+    def slice(self, x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+        """Raises ValueError but for a run of the last axis."""
+        if axis % len(x.shape) != len(x.shape) - 1 or step != 1:
+            raise ValueError(f"a slice of axis {axis} in steps of {step} has no TensorRT form here")
+        return self.last_columns(x, start, stop)
+
+    def broadcast(self, x: Any, own: Sequence[Dim], shape: Sequence[Dim]) -> Any:
+        """Raises ValueError."""
+        raise ValueError("a copy of the kind broadcast has no TensorRT form here")
+
     def mean(self, x: Any) -> Any:
         """Over the last axis, which stays as 1."""
         return self.network.add_reduce(x, self.trt.ReduceOperation.AVG, 1 << (len(x.shape) - 1), True).get_output(0)
@@ -87,8 +103,8 @@ class Emitter:
         layer = self.network.add_plugin(plugin(*inputs), aot=True)
         return [layer.get_output(i) for i in range(results)]
 
-    def all_reduce(self, x: Any) -> Any:
-        """The sum over all ranks, which the communicator of the execution context joins."""
+    def sum_over_ranks(self, x: Any) -> Any:
+        """The communicator of the execution context joins them."""
         kind, add = self.trt.CollectiveOperation.ALL_REDUCE, self.trt.ReduceOperation.SUM
         no_root, all_ranks = -1, np.zeros(0, np.int64)
         layer = self.network.add_dist_collective(x, kind, add, no_root, all_ranks)
@@ -99,15 +115,8 @@ class Emitter:
         """TensorRT's elementwise operation of that name, of operands of one rank."""
         return self.network.add_elementwise(left, right, getattr(self.trt.ElementWiseOperation, kind)).get_output(0)
 
-    def apply(self, name: str, *operands: Any) -> Any:
-        """An elementwise function of f32 operands of any rank. Raises ValueError for one without a layer."""
-        match name:
-            case "silu":
-                return self.apply("mul", operands[0], self.apply("sigmoid", operands[0]))
-            case "square":
-                return self.apply("mul", operands[0], operands[0])
-            case "rsqrt":
-                return self.apply("reciprocal", self.apply("sqrt", operands[0]))
+    def elementary(self, name: str, *operands: Any) -> Any:
+        """Operands of any rank. Raises ValueError for a function without a layer."""
         if name in _UNARY:
             return self.network.add_unary(operands[0], getattr(self.trt.UnaryOperation, _UNARY[name])).get_output(0)
         if name in _ACTIVATIONS:

@@ -19,6 +19,8 @@ from llmc.artifacts.schema import ShapeProfile
 from llmc.artifacts.trt_program import DTYPES
 from llmc.artifacts.types import NUMPY_DTYPES, Dim
 from llmc.builder.ir import Graph, Node
+from llmc.builder.translation.checks import require_translations, translated
+from llmc.builder.translation.operators import with_unknown
 from llmc.builder.trt.emitter import Emitter
 from llmc.builder.trt.operators import LAYERS
 from llmc.builder.trt.steps import shapes, step_ranges
@@ -77,17 +79,8 @@ def build_engine(
 
 
 def require_layers(graph: Graph, layers: Collection[str]) -> None:
-    """Raises UnsupportedError naming every operator that is not among `layers`, or a parameter in another dtype."""
-    stuck = {n.op: n.path for n in reversed(graph.nodes) if n.op not in (*layers, "input", "param", "const")}
-    if stuck:
-        places = "; ".join(f"{op} (in {path})" for op, path in sorted(stuck.items()))
-        raise UnsupportedError(f"no TensorRT layers for these operators: {places}")
-    for node in graph:
-        if node.op == "param" and node.type.dtype not in DTYPES:
-            raise UnsupportedError(
-                f"{node.attrs.recipe}: a weight in {node.type.dtype} has no TensorRT form here; --dtype bf16 and --fp8 "
-                "have one"
-            )
+    """Raises UnsupportedError for what has no TensorRT form, by name."""
+    require_translations(graph, layers, DTYPES, "TensorRT", "--dtype bf16 and --fp8 have one")
 
 
 def _inputs(e: Emitter, graph: Graph, cache: Cache) -> dict[str, tuple[str, tuple[Dim, ...]]]:
@@ -98,7 +91,7 @@ def _inputs(e: Emitter, graph: Graph, cache: Cache) -> dict[str, tuple[str, tupl
 
     def add(name: str, dtype: str, dims: tuple[Dim, ...]) -> Any:
         found[name] = dtype, dims
-        tensor = e.network.add_input(name, e.dtype(dtype), tuple(-1 if isinstance(d, str) else d for d in dims))
+        tensor = e.network.add_input(name, e.dtype(dtype), with_unknown(dims))
         for axis, dim in enumerate(dims):
             if isinstance(dim, str):
                 tensor.set_dimension_name(axis, dim)
@@ -119,10 +112,7 @@ def _add(e: Emitter, node: Node, layers: Mapping[str, Layer], weights: Callable[
         value = weights(node.attrs.recipe) if node.op == "param" else np.array(node.attrs.values).reshape(shape)
         e.values[node.out] = e.constant(value.astype(NUMPY_DTYPES[node.type.dtype]), node.type.dtype)
         return
-    try:
-        e.values |= zip(node.outputs, layers[node.op](e, node), strict=True)
-    except ValueError as error:
-        raise UnsupportedError(f"{node.op} @{node.path}: {error}") from error
+    e.values |= translated(layers, e, node)
 
 
 def _outputs(e: Emitter, graph: Graph) -> None:

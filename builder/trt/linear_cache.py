@@ -18,7 +18,6 @@ import numpy as np
 from llmc.artifacts.types import Dim
 from llmc.builder.ir import Graph, Node
 from llmc.builder.trt.emitter import Emitter
-from llmc.builder.trt.operators import normed
 
 _STEP_ARRAYS: dict[str, tuple[Dim, ...]] = {
     "positions": ("T",),
@@ -57,7 +56,7 @@ def rope_cache(e: Emitter, node: Node) -> list[Any]:
     turns = [e.reshape(rest.pop(0), (-1, 1, a.rotary)) for _ in range(2)] if a.rotary else []
     for i in range(2):
         if a.has_norm:
-            heads[i] = normed(e, heads[i], rest.pop(0), a.qk_norm_eps)
+            heads[i] = e.rms_normed(heads[i], rest.pop(0), a.qk_norm_eps, 3)
         if turns:
             heads[i] = _rotated(e, heads[i], turns, a.rotary, a.head_dim)
     for kind, x in zip(("keys", "values"), heads[1:], strict=True):

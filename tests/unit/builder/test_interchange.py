@@ -18,7 +18,6 @@ from onnx.reference import ReferenceEvaluator
 from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.builder import pipeline
-from llmc.builder.interchange.elementwise import formula
 from llmc.builder.interchange.emitter import Emitter
 from llmc.builder.interchange.export import export_graphs
 from llmc.builder.interchange.model import onnx_model
@@ -123,7 +122,7 @@ def test_functions(name: str) -> None:
         arrays = [np.round(a - 1).astype(np.float32) for a in arrays]
     kinds = {f"x{i}": TensorType("f32", (4, 5)) for i in range(len(arrays))}
     e = Emitter(kinds)
-    out = formula(e, expr, list(kinds))
+    out = e.formula(expr, list(kinds), 2)
     infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [4, 5]) for n in (*kinds, out)]
     graph = helper.make_graph(e.nodes, "f", infos[:-1], infos[-1:], list(e.constants.values()))
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])

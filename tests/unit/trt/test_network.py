@@ -16,14 +16,16 @@ from llmc.builder import pipeline
 from llmc.builder.interpreter import Batch, Exchange, run, run_ranks
 from llmc.builder.pipeline import CompileOptions
 from llmc.builder.trace import trace_model
+from llmc.builder.trt.emitter import Emitter
 from llmc.builder.trt.engine import build_engine
 from llmc.builder.trt.linear_cache import LinearCache
 from llmc.builder.trt.paged_cache import PagedCache
 from llmc.builder.trt.plugins import AotPlugins
+from llmc.plugins.pointwise import evaluate
 from tests.models import VOCAB, tiny_config, tiny_model
 from tests.unit.builder.weights_of import Tensors, model_tensors, params_of
 from tests.unit.trt.numpy_plugins import Plugins
-from tests.unit.trt.numpy_tensorrt import NumpyTensorRT
+from tests.unit.trt.numpy_tensorrt import DataType, NumpyTensorRT, Tensor
 from tests.unit.trt.steps import LinearCaches, Pools
 
 torch.set_num_threads(1)
@@ -132,3 +134,14 @@ def test_ranks_meet_in_their_sums() -> None:
     with ThreadPoolExecutor(2) as pool:
         for have, (expected,) in zip(pool.map(rank, range(2)), want, strict=True):
             assert np.sqrt(np.mean((have - expected) ** 2)) <= 6e-3 * np.sqrt(np.mean(expected**2))
+
+
+@pytest.mark.parametrize("name", ["rsqrt", "silu", "square", "log1p", "expm1"])
+def test_functions_that_have_no_layer_are_made_of_others(name: str) -> None:
+    x = np.random.default_rng(0).uniform(0.1, 3, (2, 4, 5)).astype(np.float32)
+    trt = NumpyTensorRT({})
+    e = Emitter(trt, trt.network, {})
+    have = e.formula(f"{name}(i0)", [Tensor(x, DataType.FLOAT)], 3)
+    np.testing.assert_allclose(have.array, evaluate(f"{name}(i0)", [x]), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="the function where has no TensorRT layer"):
+        e.formula("where(i0, i0, i0)", [have], 3)

@@ -8,7 +8,6 @@ import importlib.util
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from llmc.artifacts.types import TensorType
 from llmc.builder.cuda.cubin import resources
 from llmc.builder.cuda.variant import Variant, variant
 from llmc.builder.ir import Node
+from llmc.builder.trt.emitter import Emitter
 from llmc.builder.trt.operators import LAYERS
 from llmc.builder.trt.plugin_kernel import PluginKernel, plugin_kernel
 from llmc.builder.trt.ptx import compile_ptx, without_scratch
@@ -98,6 +98,7 @@ def test_a_kernel_that_writes_gives_the_pool_on() -> None:
 @pytest.mark.parametrize(("axis", "step"), [(0, 1), (1, 2)])
 def test_a_slice_that_is_no_run_of_columns_is_refused(axis: int, step: int) -> None:
     kind, cut = TensorType("f32", (4, 4)), SimpleNamespace(axis=axis, start=0, stop=2, step=step)
-    emitter: Any = SimpleNamespace(types={"x": kind}, values={"x": None})
+    emitter = Emitter(None, None, {"x": kind})
+    emitter.values["x"] = SimpleNamespace(shape=(4, 4))
     with pytest.raises(ValueError, match=f"a slice of axis {axis} in steps of {step} has no TensorRT form"):
         LAYERS["slice"](emitter, Node("slice", ("x",), cut, ("y",), (kind,)))
