@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from llmc.plugins.cuda.kernels import slot_of, tokens_of
 from llmc.plugins.pointwise.kernels import silu
 
 
@@ -41,11 +42,11 @@ def causal_conv(
     sequence = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    first, last = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
+    first, last = tokens_of(sequence, query_start)
     length = tl.load(context_len + sequence)
     if length > 0:
         fresh = length == last - first
-        own = states + tl.load(state_slots + sequence).to(tl.int64) * SLOT
+        own = slot_of(sequence, states, state_slots, SLOT)
         for token in range(first, last):
             total = tl.zeros([BLOCK], tl.float32)
             if bias is not None:

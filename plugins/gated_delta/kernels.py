@@ -5,13 +5,14 @@ the compiler and the interpreter alone.
 import triton
 import triton.language as tl
 
+from llmc.plugins.cuda.kernels import numbers, slot_of, tokens_of
 from llmc.plugins.pointwise.kernels import exp
 
 
 @triton.jit
 def direction(at, known, NORM_EPS: tl.constexpr):
     """A query or key; with NORM_EPS, of length 1."""
-    vector = tl.load(at, mask=known, other=0.0).to(tl.float32)
+    vector = numbers(at, known)
     if NORM_EPS is not None:
         vector = vector / tl.sqrt_rn(tl.sum(vector * vector, axis=0) + NORM_EPS)
     return vector
@@ -54,10 +55,10 @@ def gated_delta(
     entries = tl.arange(0, KEY_BLOCK)
     inside, known = columns < VALUE, entries < KEY
     both = known[:, None] & inside[None, :]
-    first, last = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
+    first, last = tokens_of(sequence, query_start)
     length = tl.load(context_len + sequence)
     if length > 0:
-        own = states + tl.load(state_slots + sequence).to(tl.int64) * SLOT + head * (KEY * VALUE)
+        own = slot_of(sequence, states, state_slots, SLOT) + head * (KEY * VALUE)
         place = own + entries[:, None] * VALUE + columns[None, :]
         state = tl.load(place, mask=both & (length > last - first), other=0.0)
         shared = (head // GROUP) * KEY + entries
@@ -65,10 +66,10 @@ def gated_delta(
             row = tl.cast(token, tl.int64)
             query = direction(q + row * q_stride + shared, known, NORM_EPS) * SCALE
             key = direction(k + row * k_stride + shared, known, NORM_EPS)
-            value = tl.load(v + row * v_stride + head * VALUE + columns, mask=inside, other=0.0).to(tl.float32)
+            value = numbers(v + row * v_stride + head * VALUE + columns, inside)
             rate = tl.load(beta + row * beta_stride + head).to(tl.float32)
             if PER_KEY:
-                decay = tl.load(g + row * g_stride + head * KEY + entries, mask=known, other=0.0).to(tl.float32)
+                decay = numbers(g + row * g_stride + head * KEY + entries, known)
                 state *= exp(decay)[:, None]
             else:
                 state *= exp(tl.load(g + row * g_stride + head).to(tl.float32))

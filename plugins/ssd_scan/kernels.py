@@ -5,6 +5,7 @@ compiler and the interpreter alone.
 import triton
 import triton.language as tl
 
+from llmc.plugins.cuda.kernels import numbers, slot_of, tokens_of
 from llmc.plugins.pointwise.kernels import exp
 
 
@@ -42,20 +43,20 @@ def ssd_scan(
     entries = tl.arange(0, SIZE_BLOCK)
     inside, known = columns < WIDTH, entries < SIZE
     both = known[:, None] & inside[None, :]
-    first, last = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
+    first, last = tokens_of(sequence, query_start)
     length = tl.load(context_len + sequence)
     if length > 0:
-        own = states + tl.load(state_slots + sequence).to(tl.int64) * SLOT + head * (SIZE * WIDTH)
+        own = slot_of(sequence, states, state_slots, SLOT) + head * (SIZE * WIDTH)
         place = own + entries[:, None] * WIDTH + columns[None, :]
         state = tl.load(place, mask=both & (length > last - first), other=0.0)
         rate = tl.load(decay + head)
         for token in range(first, last):
             row = tl.cast(token, tl.int64)
-            value = tl.load(x + row * x_stride + head * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+            value = numbers(x + row * x_stride + head * WIDTH + columns, inside)
             size = tl.load(step + row * step_stride + head).to(tl.float32)
             shared = (head // GROUP) * SIZE + entries
-            enter = tl.load(b + row * b_stride + shared, mask=known, other=0.0).to(tl.float32)
-            leave = tl.load(c + row * c_stride + shared, mask=known, other=0.0).to(tl.float32)
+            enter = numbers(b + row * b_stride + shared, known)
+            leave = numbers(c + row * c_stride + shared, known)
             state = state * exp(rate * size) + enter[:, None] * (size * value)[None, :]
             result = tl.sum(leave[:, None] * state, axis=0)
             if skip is not None:
