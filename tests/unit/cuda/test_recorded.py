@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import struct
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import llmc
 from llmc.artifacts.cuda_program import Address, AllReduce, CudaProgram, Float, Int, Steps, Symbol, decode_program
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.builder.cuda.cubin import resources
-from tests.models import save_checkpoint
+from tests.unit.cuda.recording import build_small, lines_of, run
 
-HERE = Path(__file__).parent
 #: What runs on the recording driver: mixed, decodes in one bucket and another, blocks out and in.
 SCRIPT = """
 import sys
@@ -51,30 +46,10 @@ with Executor(Plan.open(sys.argv[1]), num_blocks=4, host_bytes=1 << 20) as execu
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the recording libcuda.so.1."""
-    folder = tmp_path_factory.mktemp("driver")
-    source = ["-Wall", "-Werror", "-O1", str(HERE / "fake_driver.c"), "-o", str(folder / "libcuda.so.1"), "-ldl"]
-    subprocess.run(["gcc", "-shared", "-fPIC", *source], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
-    profile = folder / "small.yaml"
-    profile.write_text("token_ranges: [{min: 1, max: 32}]\nmax_num_seqs: 8\nmax_seq_len: 64\n")
-    model = save_checkpoint(folder / "tiny", "llama")
-    report = llmc.build(model, folder / "x.plan", precision="bf16", target="cuda:sm_90", profile=str(profile))
-    assert report.quality["run"] == "not run: no GPU"
-    assert report.quality["verdict"] == "not judged"
+    build_small(folder, "cuda:sm_90")
     return Plan.open(folder / "x.plan")
-
-
-def run(script: str, arguments: list[str], driver: Path, **machine: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), **machine}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @dataclass
@@ -98,9 +73,8 @@ def recorded(plan: Plan, driver: Path, tmp_path_factory: pytest.TempPathFactory)
     log = tmp_path_factory.mktemp("log") / "driver.log"
     done = run(SCRIPT, [str(plan.path)], driver, FAKE_CUDA_LOG=str(log))
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in log.read_text().splitlines()]
     # The survey's process comes first: it allocates nothing.
-    return Recorded(lines)
+    return Recorded(lines_of(log))
 
 
 def program_of(plan: Plan) -> CudaProgram:

@@ -8,8 +8,6 @@ import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +25,7 @@ from llmc.builder.trt import caches, library
 from llmc.cli import main
 from llmc.runtime.cuda import gpus
 from llmc.runtime.cuda.gpus import Gpu, Survey
-from tests.models import save_checkpoint
-from tests.unit.cuda.test_recorded import HERE as CUDA
+from tests.unit.cuda.recording import build_small, lines_of, run
 from tests.unit.trt.standin import RECORDER, BuildingTensorRT, UnrunPlugins
 
 BLOCKS = 4
@@ -54,14 +51,6 @@ with Executor(Plan.open(sys.argv[1]), num_blocks=int(sys.argv[2]), host_bytes=1 
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
-    source = ["-Wall", "-O1", str(CUDA / "fake_driver.c"), "-o", str(folder / "libcuda.so.1"), "-ldl"]
-    subprocess.run(["gcc", "-shared", "-fPIC", *source], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def building() -> Iterator[pytest.MonkeyPatch]:
     """A machine with TensorRT and a GPU, as a build sees it."""
     plugins = UnrunPlugins()
@@ -75,22 +64,15 @@ def building() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory, building: pytest.MonkeyPatch) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
-    profile = folder / "small.yaml"
-    profile.write_text("token_ranges: [{min: 1, max: 32}]\nmax_num_seqs: 8\nmax_seq_len: 64\n")
-    model = save_checkpoint(folder / "tiny", "llama")
-    report = llmc.build(model, folder / "x.plan", precision="bf16", target="tensorrt:sm_90", profile=str(profile))
-    assert report.quality["run"] == "not run: no GPU"
-    assert report.quality["verdict"] == "not judged"
+    report = build_small(folder, "tensorrt:sm_90")
     assert any("another build gives other bytes" in note for note in report.notes)
     return Plan.open(folder / "x.plan")
 
 
-def run(plan: Plan, driver: Path, blocks: int = BLOCKS, tensorrt: bool = True, **machine: str) -> Any:
+def run_plan(plan: Plan, driver: Path, blocks: int = BLOCKS, tensorrt: bool = True, **machine: str) -> Any:
     paths = [str(RECORDER)] if tensorrt else []
     path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "PYTHONPATH": path, **machine}
-    command = [sys.executable, "-c", SCRIPT, str(plan.path), str(blocks)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return run(SCRIPT, [str(plan.path), str(blocks)], driver, PYTHONPATH=path, **machine)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +80,10 @@ def logs(plan: Plan, driver: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Lines of the driver, and calls of TensorRT."""
     folder = tmp_path_factory.mktemp("log")
     cuda, trt = folder / "cuda", folder / "trt"
-    done = run(plan, driver, FAKE_CUDA_LOG=str(cuda), FAKE_TRT_LOG=str(trt))
+    done = run_plan(plan, driver, FAKE_CUDA_LOG=str(cuda), FAKE_TRT_LOG=str(trt))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [0.25e-3]  # the fake driver's time between two events: a step is one launch
-    return [x.split() for x in cuda.read_text().splitlines()], [json.loads(x) for x in trt.read_text().splitlines()]
+    return lines_of(cuda), [json.loads(x) for x in trt.read_text().splitlines()]
 
 
 def program_of(plan: Plan) -> TrtProgram:
@@ -216,7 +198,7 @@ def test_what_cannot_run_is_refused_before_anything_is_allocated(
     if machine.get("tensorrt") is False and importlib.util.find_spec("tensorrt") is not None:
         pytest.skip("TensorRT itself is installed here")
     cuda, trt = tmp_path / "cuda", tmp_path / "trt"
-    done = run(plan, driver, FAKE_CUDA_LOG=str(cuda), FAKE_TRT_LOG=str(trt), **machine)
+    done = run_plan(plan, driver, FAKE_CUDA_LOG=str(cuda), FAKE_TRT_LOG=str(trt), **machine)
     assert done.returncode == 1
     assert words in done.stderr.splitlines()[-1]
     assert "alloc" not in (cuda.read_text() if cuda.exists() else "")
