@@ -101,9 +101,13 @@ def ceil(x):
 
 @triton.jit
 def round(x):
-    """Halves to even: 2^23 of the same sign, added, leaves no place for a fraction; larger numbers have none."""
-    whole = tl.where(x < 0, -8388608.0, 8388608.0)
-    return tl.where(tl.abs(x) < 8388608.0, (x + whole) - whole, x)
+    """Halves to even. x is compared, and never added to: an x that is a product would become one with the addition, and
+    what is rounded would be other than x. From 2^23 on, where floats are whole, `middle` is not between x and below.
+    """
+    below = tl.floor(x)
+    middle, half = below + 0.5, below * 0.5
+    odd = tl.floor(half) != half
+    return tl.where((x > middle) | ((x == middle) & odd), below + 1.0, below)
 
 
 @triton.jit

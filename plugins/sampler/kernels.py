@@ -3,7 +3,8 @@ compiler and the interpreter alone.
 
 Weights are whole numbers, so sums are exact in any order. What is kept of the candidates' order is told by the least
 weight in it, the `edge`, which is found two bits at a time, and by how many of those that weigh just that stay: nothing
-is sorted. No product is added to anything but by tl.fma: the compiler may join them, and the reference does not.
+is sorted. No product that is not exact is added to anything but by tl.fma: the compiler may join them, and the
+reference does not.
 """
 
 import triton
@@ -50,7 +51,8 @@ def weigh(x, weights, top, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr
     for start in range(0, VOCAB, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         scaled = exp((tl.load(x + ids, mask=ids < VOCAB, other=float("-inf")) - top) * inverse) * LARGEST
-        # From 2^23 on floats are whole; below, adding it leaves no place for a fraction.
+        # From 2^23 on floats are whole; below, adding it leaves no place for a fraction. Joined with the product it is
+        # the same: a product by a power of two is exact.
         weight = tl.where(scaled < 8388608.0, (scaled + 8388608.0) - 8388608.0, scaled).to(tl.int32)
         tl.store(weights + ids, weight, mask=ids < VOCAB)
         total += weight.to(tl.int64)

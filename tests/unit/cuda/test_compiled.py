@@ -133,3 +133,21 @@ def test_rows(name: str, attrs: dict[str, Any], texts: list[str]) -> None:
 def test_a_row_program() -> None:
     texts, attrs = PROGRAMS["masks and pieces"]
     check(compiled("rowwise", attrs, texts, 90, True), 90, False)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 120])
+@pytest.mark.parametrize(
+    ("expr", "joined"),
+    [
+        ("round(mul(i0, i1))", False),
+        ("round(mul(i0, 3))", False),
+        ("round(square(i0))", False),
+        ("add(mul(i0, i1), i1)", True),
+    ],
+)
+def test_what_is_rounded_is_the_product_itself(expr: str, joined: bool, sm: int) -> None:
+    """A product that is added to becomes one instruction with the addition: rounding must add nothing to it."""
+    attrs = OPERATORS["pointwise"].attrs(expr)
+    ((_, cubin),) = compiled("pointwise", attrs, ["f32[T,600]"] * (2 if "i1" in expr else 1), sm, True)
+    found = [name for name in instructions(cubin.code) if name.startswith("FFMA")]
+    assert bool(found) == joined, found

@@ -96,7 +96,10 @@ def test_integers_become_numbers() -> None:
 
 
 def test_rounding_is_exact_as_long_as_there_are_fractions() -> None:
-    x = np.array([[2.0**22 + 0.5, 2.0**22 + 1.5, 2.0**23 - 0.5, 2.0**23 + 1, 2.5, 0.49999997]], np.float32)
+    x = np.array(
+        [[2.0**22 + 0.5, 2.0**22 + 1.5, 2.0**23 - 0.5, 2.0**23, 2.0**23 + 1, 2.0**24, 2.0**24 + 2, 2.0**25 + 4, 1e30,
+          0.0, 0.49999997, 0.5, 0.50000006, 1.0, 1.5, 2.5, 3.0, 3.5, np.inf, np.nan]], np.float32,
+    )  # fmt: skip
     x = np.concatenate([x, -x], axis=1)
     step, types = plain_step(1), [TensorType("f32", (1, x.size))]
     (got,) = execute(OPERATOR, Attrs("round(i0)"), types, [x], step, environment(step))
