@@ -3,15 +3,20 @@ what a network takes as a layer. Must not know: operators, networks.
 
 See https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/extending-custom-layers.html. TensorRT reads
 the functions' signatures, which depend on the kernel: they are given as `__signature__`.
+
+`KernelLaunchParams` tells with how much shared memory a block is launched, and nothing in that interface raises what a
+kernel may have, as cuFuncSetAttribute does. Without that the driver refuses to launch with more than SHARED_MEMORY.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import Parameter, Signature
 from types import GenericAlias
 from typing import Any
 
+from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import Dim
 from llmc.builder.cuda.variant import Variant
 from llmc.builder.trt.plugin_kernel import POOL, WRITTEN, PluginKernel
@@ -19,6 +24,8 @@ from llmc.builder.trt.ptx import Ptx
 from llmc.plugins.cuda.call import Product
 
 NAMESPACE = "llmc"
+#: Bytes of shared memory that a block of any kernel has, static and dynamic together (CUDA C++ Programming Guide).
+SHARED_MEMORY = 48 << 10
 #: A number of the step -> the input, and its axis, that is as long.
 _SIZES = {"T": ("in0", 0), "num_seqs": ("context_len", 0), "table_stride": ("block_tables", 1)}
 
@@ -34,7 +41,9 @@ class AotPlugins:
     def register(
         self, operator: str, kernel: PluginKernel, compiled: Variant, shapes: Sequence[tuple[Dim, ...]]
     ) -> Callable[..., Any]:
-        """The plug-in as a function of tensors. `shapes`: those of the f32 results, over T."""
+        """The plug-in as a function of tensors. `shapes`: those of the f32 results, over T. Raises UnsupportedError for
+        a kernel that needs more shared memory than a plug-in has.
+        """
         name = f"{operator}_{compiled.key(str(shapes), repr(kernel.call.grid))[:12]}"
         found = getattr(getattr(self._trtp.op, NAMESPACE, None), name, None)
         if found is None:
@@ -47,7 +56,7 @@ class AotPlugins:
         self, identity: str, kernel: PluginKernel, compiled: Variant, shapes: Sequence[tuple[Dim, ...]]
     ) -> None:
         trtp = self._trtp
-        (ptx,) = self._compile([compiled])
+        ptx = self._fitting(compiled)
         if ptx.parameters != (*kernel.inputs, *kernel.numbers, *kernel.outputs):
             raise ValueError(f"{compiled.kernel} takes {', '.join(ptx.parameters)}, which is no plug-in's order")
 
@@ -77,6 +86,17 @@ class AotPlugins:
         _declare(launch, [*tensors, *rest], answer)
         trtp.register(identity)(describe)
         trtp.aot_impl(identity)(launch)
+
+    def _fitting(self, compiled: Variant) -> Ptx:
+        """With as many stages as the shared memory of a plug-in has room for: their number changes no result."""
+        for stages in range(compiled.num_stages, 0, -1):
+            (ptx,) = self._compile([replace(compiled, num_stages=stages)])
+            if (needed := ptx.shared + ptx.static_shared) <= SHARED_MEMORY:
+                return ptx
+        raise UnsupportedError(
+            f"{compiled.kernel} needs {needed} bytes of shared memory, and TensorRT launches a plug-in with "
+            f"{SHARED_MEMORY} at most; --target cuda:sm_{compiled.sm} launches it with more"
+        )
 
 
 class _Sizes:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.cuda.compile import CudaCompiler
-from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS
+from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS, resources
 from llmc.builder.cuda.variant import Variant
 
 
 @dataclass(frozen=True)
 class Ptx:
-    """`text` has one kernel, `entry`, whose parameters are `parameters`. A block has `threads` and `shared` bytes of
-    dynamic shared memory; grid x counts `num_ctas` times.
+    """`text` has one kernel, `entry`, whose parameters are `parameters`. A block has `threads`, `shared` bytes of
+    dynamic shared memory and `static_shared` bytes of it that the code itself names; grid x counts `num_ctas` times.
     """
 
     text: str
@@ -25,6 +25,7 @@ class Ptx:
     threads: int
     num_ctas: int
     shared: int
+    static_shared: int
     parameters: tuple[str, ...]
 
 
@@ -39,6 +40,7 @@ def compile_ptx(variants: Sequence[Variant]) -> list[Ptx]:
             threads=32 * cubin.num_warps,
             num_ctas=cubin.num_ctas,
             shared=cubin.shared,
+            static_shared=resources(cubin.code).shared,
             parameters=cubin.parameters[: -len(SCRATCH_PARAMETERS)],
         )
         for cubin, text in CudaCompiler().with_ptx(variants)

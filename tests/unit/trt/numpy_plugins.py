@@ -21,6 +21,8 @@ from llmc.builder.trt.ptx import Ptx
 from tests.unit.cuda.harness import interpreter
 from tests.unit.trt.numpy_tensorrt import NUMPY, Tensor
 
+#: Shared memory of a block that a launch may have without asking the driver for more, and what the code names of it.
+MOST_SHARED, STATIC_SHARED = 49152, 1024
 _LLMC = {"FLOAT": "f32", "BF16": "bf16", "FP8": "f8e4m3", "INT32": "i32"}
 
 
@@ -93,13 +95,16 @@ class Definition:
 
 @dataclass
 class Plugins:
-    """`compiled`: the variants by the text that stands for their PTX; `launches`: what was run."""
+    """`compiled`: the variants by the text that stands for their PTX; `launches`: what was run; `stage_bytes`: what
+    each stage of a kernel takes of shared memory.
+    """
 
     __name__ = "tensorrt.plugin"
     TensorDesc, KernelLaunchParams, SymIntExprs = TensorDesc, KernelLaunchParams, SymIntExprs
     op: SimpleNamespace = field(default_factory=SimpleNamespace)
     compiled: dict[str, Variant] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    stage_bytes: int = 0
 
     def compile(self, variants: Sequence[Variant]) -> list[Ptx]:
         """In the place of `compile_ptx`."""
@@ -107,7 +112,9 @@ class Plugins:
         for variant in variants:
             text = f"ptx {len(self.compiled)}"
             self.compiled[text] = variant
-            made.append(Ptx(text, variant.kernel.partition(":")[2], 32 * variant.num_warps, 1, 0, variant.arguments))
+            entry, threads = variant.kernel.partition(":")[2], 32 * variant.num_warps
+            shared = self.stage_bytes * variant.num_stages
+            made.append(Ptx(text, entry, threads, 1, shared, STATIC_SHARED, variant.arguments))
         return made
 
     def SymInt32(self, value: Size | int) -> Size:
@@ -155,6 +162,7 @@ class Plugins:
         variant = self.compiled[text]
         assert entry == variant.kernel.partition(":")[2]
         assert _value(how.block_x) == 32 * variant.num_warps
+        assert _value(how.shared_mem) == self.stage_bytes * variant.num_stages <= MOST_SHARED - STATIC_SHARED
         arguments, results = self._place(tensors, descs, outputs)
         given = [*arguments, *(_value(number) for number in numbers), *results]
         grid = (_value(how.grid_x), _value(how.grid_y), _value(how.grid_z))

@@ -26,6 +26,7 @@ from llmc.cli import main
 from llmc.runtime.cuda import gpus
 from llmc.runtime.cuda.gpus import Gpu, Survey
 from tests.unit.cuda.recording import build_small, lines_of, run
+from tests.unit.trt.numpy_plugins import MOST_SHARED
 from tests.unit.trt.standin import RECORDER, BuildingTensorRT, UnrunPlugins
 
 BLOCKS = 4
@@ -225,3 +226,18 @@ def test_what_the_engines_lack_is_refused_before_they_are_built(
         main, ["build", "--model", str(plan.path.parent / "tiny"), "--target", "tensorrt:sm_90", "--dry-run"]
     )
     assert (refused.exit_code, "--dry-run --target cuda:sm_90" in refused.output) == (4, True)
+
+
+def test_plugins_that_need_more_shared_memory_than_they_get_are_refused(
+    building: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch, plan: Plan, tmp_path: Path
+) -> None:
+    plugins = UnrunPlugins(stage_bytes=MOST_SHARED)
+    monkeypatch.setattr(library, "tensorrt_module", lambda: BuildingTensorRT(plugins))
+    monkeypatch.setattr(caches, "compile_ptx", plugins.compile)
+    out = tmp_path / "x.plan"
+    refused = CliRunner().invoke(
+        main, ["build", "--model", str(plan.path.parent / "tiny"), "--target", "tensorrt:sm_90", "-o", str(out)]
+    )
+    assert refused.exit_code == 4
+    assert "bytes of shared memory, and TensorRT launches a plug-in with 49152 at most" in refused.output
+    assert not list(tmp_path.iterdir())

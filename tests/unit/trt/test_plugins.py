@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,14 @@ from llmc.builder.ir import Node
 from llmc.builder.trt.emitter import Emitter
 from llmc.builder.trt.operators import LAYERS
 from llmc.builder.trt.plugin_kernel import PluginKernel, plugin_kernel
-from llmc.builder.trt.ptx import compile_ptx, without_scratch
+from llmc.builder.trt.plugins import AotPlugins
+from llmc.builder.trt.ptx import Ptx, compile_ptx, without_scratch
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import CudaCall, CudaEnv, Pool, Product, StepArray, Symbol, Temporary
 from llmc.plugins.paged_attention import Attrs
 from llmc.plugins.paged_attention.cuda import launch, layer_bytes
+from tests.unit.trt.numpy_plugins import MOST_SHARED, Plugins
+from tests.unit.trt.numpy_tensorrt import DataType
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 8, 2, 64, 16
 
@@ -36,12 +40,12 @@ def assembler(sm: int) -> Path:
     return Path(spec.origin).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if sm >= 100 else "ptxas")
 
 
-def attention(sm: int) -> tuple[PluginKernel, Variant]:
-    kv_bytes = layer_bytes(KV_HEADS, WIDTH, WIDTH, BLOCK, "bf16")
+def attention(sm: int, width: int = WIDTH) -> tuple[PluginKernel, Variant]:
+    kv_bytes = layer_bytes(KV_HEADS, width, width, BLOCK, "bf16")
     env = CudaEnv(sm, (1, 512), decode=False, block_size=BLOCK, kv_block_bytes=kv_bytes)
-    q, y = TensorType("f32", ("T", HEADS, WIDTH)), TensorType("f32", ("T", HEADS * WIDTH))
-    (call,) = launch(Attrs(3, HEADS, KV_HEADS, WIDTH, 0.125), [q], [y], env)
-    strides = {RowStride("in", 0): HEADS * WIDTH, RowStride("out", 0): HEADS * WIDTH}
+    q, y = TensorType("f32", ("T", HEADS, width)), TensorType("f32", ("T", HEADS * width))
+    (call,) = launch(Attrs(3, HEADS, KV_HEADS, width, 0.125), [q], [y], env)
+    strides = {RowStride("in", 0): HEADS * width, RowStride("out", 0): HEADS * width}
     kernel = plugin_kernel(call, strides, writes=False)
     return kernel, variant(kernel.call, sm, {Pointer("in", 0): "f32", Pointer("out", 0): "f32"}, strides)
 
@@ -70,6 +74,38 @@ def test_ptx_has_the_parameters_of_a_plugin(sm: int, tmp_path: Path) -> None:
     pointers, numbers = len(kernel.inputs), len(kernel.numbers)
     assert [p.size for p in about.parameters] == [8] * pointers + [4] * numbers + [8]
     assert (about.entry, about.threads) == (ptx.entry, ptx.threads)
+
+
+@pytest.mark.parametrize(("sm", "width", "stages"), [(90, 64, 2), (90, 128, 1), (120, 256, 1)])
+def test_heads_of_any_width_fit_the_shared_memory_of_a_plugin(sm: int, width: int, stages: int) -> None:
+    """Which no launch parameter of TensorRT's makes larger; with two stages wide heads need more."""
+    kernel, compiled = attention(sm, width)
+    given: list[tuple[int, Ptx]] = []
+
+    def compile_noting(variants: Sequence[Variant]) -> list[Ptx]:
+        made = compile_ptx(variants)
+        given.extend((variant.num_stages, ptx) for variant, ptx in zip(variants, made, strict=True))
+        return made
+
+    AotPlugins(Plugins(), DataType.FLOAT, compile_noting).register("paged_attention", kernel, compiled, [("T", 8)])
+    needed = {stages: ptx.shared + ptx.static_shared for stages, ptx in given}
+    assert [number for number, size in needed.items() if size <= MOST_SHARED] == [stages]
+    assert compiled.num_stages == max(needed) == 2
+
+
+def test_what_needs_more_shared_memory_than_a_plugin_has_is_refused() -> None:
+    kernel, compiled = attention(90)
+    assert compiled.num_stages == 2
+    for stage_bytes, stages in ((24064, 2), (24065, 1), (48128, 1)):
+        plugins = Plugins(stage_bytes=stage_bytes)
+        AotPlugins(plugins, DataType.FLOAT, plugins.compile).register("attention", kernel, compiled, [("T", 8)])
+        assert list(plugins.compiled.values())[-1].num_stages == stages
+    plugins = Plugins(stage_bytes=48129)
+    with pytest.raises(
+        UnsupportedError, match=r"mixed needs 49153 bytes of shared memory.* 49152 at most; --target cuda:sm_90"
+    ):
+        AotPlugins(plugins, DataType.FLOAT, plugins.compile).register("attention", kernel, compiled, [("T", 8)])
+    assert not hasattr(plugins.op, "llmc")
 
 
 def test_what_needs_memory_is_refused() -> None:
