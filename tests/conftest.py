@@ -1,4 +1,6 @@
-"""Fixtures of more than one folder: where the real checkpoint and its plan are. `make test` fetches and builds them."""
+"""Fixtures of more than one folder: where the real checkpoint and its plan are, which `make test` fetches and builds.
+And the order of the files.
+"""
 
 import os
 from pathlib import Path
@@ -14,6 +16,26 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+#: Files that take minutes. They are begun first: of several processes, each with a file at a time, none is then left
+#: alone with a long one at the end.
+LONG = (
+    "tests/e2e/test_coverage.py",
+    "tests/e2e/test_smollm2.py",
+    "tests/e2e/test_cuda_smollm2.py",
+    "tests/unit/cuda/test_whole_program.py",
+    "tests/e2e/test_ci_builds.py",
+    "tests/e2e/test_quantized.py",
+    "tests/e2e/test_families.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts them first; the others stay in their order."""
+    first = {ROOT / name: place for place, name in enumerate(LONG)}
+    if missing := [str(path) for path in first if not path.exists()]:
+        raise pytest.UsageError(f"LONG in tests/conftest.py names files that are not there: {', '.join(missing)}")
+    items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 def _path(variable: str, default: str) -> Path:

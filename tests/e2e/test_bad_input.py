@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from llmc.artifacts.plan import Plan
 from llmc.cli import main
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 
 USAGE, CHECKPOINT, UNSUPPORTED, ENVIRONMENT = 2, 3, 4, 6
@@ -40,7 +41,7 @@ def good_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     model = save_checkpoint(folder / "model", "llama")
     plan = folder / "engine.plan"
-    result = llmc("build", "--model", model, "--dtype", "fp32", "--no-evaluate", "-o", plan)
+    result = llmc("build", "--model", model, "--dtype", "fp32", "--no-evaluate", "--profile", SMALL, "-o", plan)
     assert result.exit_code == 0, result.output
     return plan
 

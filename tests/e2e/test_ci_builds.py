@@ -23,6 +23,7 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.cli import main
 from llmc.gate import parse_gate
+from tests.builds import SMALL, use_own_cache
 from tests.models import save_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
@@ -37,7 +38,7 @@ def run(*arguments: object) -> Result:
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    use_own_cache(tmp_path_factory.mktemp("cache") / "own", patch)
     yield
     patch.undo()
 
@@ -148,7 +149,7 @@ def test_the_command_line_that_inspect_prints(plan: Path) -> None:
 
 def test_another_file_at_the_output_or_in_the_checkpoint_is_built_anew(tmp_path: Path) -> None:
     model, out = save_checkpoint(tmp_path / "model", "llama"), tmp_path / "x.plan"
-    options = {"precision": "fp32", "evaluate": False}
+    options = {"precision": "fp32", "evaluate": False, "profile": SMALL}
     first = llmc.build(model, out, **options)
     good = out.read_bytes()
     assert llmc.build(model, out, **options).unchanged

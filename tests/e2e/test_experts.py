@@ -16,11 +16,10 @@ from llmc.artifacts.plan import Plan
 from llmc.runtime.selftest import Probe
 from llmc.tiny import tiny_config
 from llmc.tiny_model import random_model, save_tiny
+from tests.builds import SMALL
 
 PROMPT = [5 + i * 37 % 290 for i in range(40)]
 DECODED = 16
-#: One code variant for steps of one token and of many.
-PROFILE = "token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,10 +31,8 @@ def model(family: str) -> Any:
 
 def cosines(tmp_path: Path, family: str, **options: Any) -> tuple[np.ndarray, bool]:
     """Of the logits of prompt and greedy tokens, and whether the tokens are those of Hugging Face."""
-    profile = tmp_path / "short.yaml"
-    profile.write_text(PROFILE)
     save_tiny(tmp_path / "model", model(family))
-    llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=str(profile), evaluate=False, **options)
+    llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=SMALL, evaluate=False, **options)
     with Probe(tmp_path / "engine.plan") as probe:
         (tokens,) = probe.greedy([PROMPT], DECODED)
         have = probe.logits(PROMPT + tokens).astype(np.float64)

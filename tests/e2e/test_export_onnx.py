@@ -20,6 +20,7 @@ from llmc.builder.page.render import lower_plan
 from llmc.cli import main
 from llmc.runtime.engine import Engine
 from llmc.runtime.messages import SamplingParams
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 from tests.unit.builder.onnx_steps import OnnxSteps
 
@@ -66,7 +67,7 @@ def answered(plan: Path, prompts: tuple[list[int], ...], count: int) -> list[lis
 def test_a_plan_exports_the_weights_that_it_serves(options: tuple[str, ...], tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", "llama")
     plan, model = tmp_path / "engine.plan", tmp_path / "model.onnx"
-    llmc("build", "--model", folder, *options, "--no-evaluate", "-o", plan)
+    llmc("build", "--model", folder, *options, "--no-evaluate", "--profile", SMALL, "-o", plan)
     assert "nodes" in llmc("export", "--onnx", plan, "-o", model)
     names = ["model.rank0.onnx", "model.rank1.onnx"] if "--tp" in options else ["model.onnx"]
     assert greedy([tmp_path / name for name in names], plan, PROMPTS, NEW_TOKENS) == answered(plan, PROMPTS, NEW_TOKENS)

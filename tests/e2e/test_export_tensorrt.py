@@ -28,6 +28,7 @@ from llmc.builder.trt.linear_cache import LinearCache
 from llmc.cli import main
 from llmc.runtime.cuda import gpus
 from llmc.runtime.cuda.gpus import Gpu, Survey
+from tests.builds import SMALL
 from tests.models import save_checkpoint, tiny_config, tiny_model
 from tests.unit.builder.weights_of import model_tensors, params_of
 
@@ -103,7 +104,7 @@ def test_what_has_no_layers_is_refused_by_name() -> None:
 @needs_rtx
 def test_a_plan_becomes_an_engine_a_rank(tmp_path: Path) -> None:
     folder, plan = save_checkpoint(tmp_path / "model", "llama", **SIZES), tmp_path / "engine.plan"
-    assert llmc("build", "--model", folder, "--tp", 2, "--no-evaluate", "-o", plan).exit_code == 0
+    assert llmc("build", "--model", folder, "--tp", 2, "--no-evaluate", "--profile", SMALL, "-o", plan).exit_code == 0
     result = llmc("export", "--tensorrt", plan, "--sm", 120, "-o", tmp_path / "model.engine")
     assert result.exit_code == 0, result.output
     for name in ("model.rank0.engine", "model.rank1.engine"):

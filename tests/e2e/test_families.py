@@ -10,6 +10,7 @@ import torch
 
 import llmc
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL
 from tests.models import FAMILIES, save_checkpoint, tiny_model
 
 PROMPT = [5 + i * 37 % 290 for i in range(40)]  # longer than the sliding window of the tiny models
@@ -26,13 +27,14 @@ def reference(family: str, ids: list[int]) -> np.ndarray:
 def built(tmp_path: Path, family: str, **options: object) -> Path:
     checkpoint = save_checkpoint(tmp_path / family, family)
     plan = tmp_path / f"{family}.plan"
-    llmc.build(checkpoint, plan, evaluate=False, **options)
+    llmc.build(checkpoint, plan, evaluate=False, **{"profile": SMALL, **options})
     return plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_matches_hugging_face(family: str, tmp_path: Path) -> None:
-    with Probe(built(tmp_path, family, precision="fp32")) as probe:
+    profile = "chat" if family == "llama" else SMALL  # decodes are other code there
+    with Probe(built(tmp_path, family, precision="fp32", profile=profile)) as probe:
         (tokens,) = probe.greedy([PROMPT], DECODED)
         ids = PROMPT + tokens
         have = probe.logits(ids).astype(np.float64)
@@ -69,5 +71,13 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_passes_can_be_verified_on_a_users_model(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "llama", "llama")
-    report = llmc.build(checkpoint, tmp_path / "engine.plan", precision="fp8", tp=2, verify_passes=True, evaluate=False)
+    report = llmc.build(
+        checkpoint,
+        tmp_path / "engine.plan",
+        precision="fp8",
+        tp=2,
+        verify_passes=True,
+        evaluate=False,
+        profile=SMALL,
+    )
     assert report.plan_bytes > 0

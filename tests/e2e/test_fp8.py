@@ -15,9 +15,10 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.builder.weights.placement import ALIGN
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL, use_own_cache
 from tests.models import save_checkpoint
 
-SMALL = {"precision": "fp8", "tp": 2, "evaluate": False}
+OPTIONS = {"precision": "fp8", "tp": 2, "evaluate": False, "profile": SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,8 @@ def table(model: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of other builds is used; two builds of one test compile once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """Nothing of other builds is used but objects."""
+    use_own_cache(tmp_path / "cache", monkeypatch)
 
 
 def copied(table: Path, folder: Path) -> Path:
@@ -47,7 +48,7 @@ def copied(table: Path, folder: Path) -> Path:
 def test_a_table_gives_the_same_plan_wherever_it_stands(model: Path, table: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name, calib in (("a", table), ("b", copied(table, tmp_path / "elsewhere"))):
-        llmc.build(model, tmp_path / f"{name}.plan", calib=calib, **SMALL)
+        llmc.build(model, tmp_path / f"{name}.plan", calib=calib, **OPTIONS)
     assert (tmp_path / "a.plan").read_bytes() == (tmp_path / "b.plan").read_bytes()
     build = Plan.open(tmp_path / "a.plan").manifest.build
     notes = next(p.notes for p in build.passes if p.name == "quantize")
@@ -70,7 +71,7 @@ def test_an_output_head_answers_alike_on_any_ranks(model: Path, tmp_path: Path) 
     calibrate(open_checkpoint(model), options, table)
     logits, rows = {}, {1: 300, 3: 44}
     for tp in (1, 3):
-        report = llmc.build(model, tmp_path / f"{tp}.plan", calib=table, **SMALL | {"tp": tp, "kv_dtype": "f32"})
+        report = llmc.build(model, tmp_path / f"{tp}.plan", calib=table, **OPTIONS | {"tp": tp, "kv_dtype": "f32"})
         plan = Plan.open(tmp_path / f"{tp}.plan")
         graph = bytes(plan.section(f"graph/rank{tp - 1}.ir")).decode()
         assert f"f8e4m3[{rows[tp]},72] = param()" in graph
@@ -104,7 +105,7 @@ def test_activations_may_stay_as_they_are(model: Path, tmp_path: Path) -> None:
         calibrate(
             open_checkpoint(model), CalibrationOptions(samples=4, tokens=64, activations=activations, budget=1.0), table
         )
-        options = SMALL | {"evaluate": True, "gate": "off", "eval_windows": 2, "eval_length": 64}
+        options = OPTIONS | {"evaluate": True, "gate": "off", "eval_windows": 2, "eval_length": 64}
         report = llmc.build(model, tmp_path / f"{activations}.plan", calib=table, **options)
         quality[activations] = report.quality["kl"]
         assert Plan.open(report.plan).manifest.build.config["fp8_activations"] == activations
@@ -118,10 +119,10 @@ def test_weights_that_are_not_the_tables_are_refused(model: Path, table: Path, t
     weights = calib.with_suffix(".safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(CheckpointError, match=r"t\.safetensors: has SHA-256"):
-        llmc.build(model, tmp_path / "x.plan", calib=calib, **SMALL)
+        llmc.build(model, tmp_path / "x.plan", calib=calib, **OPTIONS)
     weights.unlink()
     with pytest.raises(UsageError, match=r"t\.safetensors: no such file"):
-        llmc.build(model, tmp_path / "x.plan", calib=calib, **SMALL)
+        llmc.build(model, tmp_path / "x.plan", calib=calib, **OPTIONS)
     assert not (tmp_path / "x.plan").exists()
 
 
@@ -138,4 +139,4 @@ def test_options_that_contradict_the_table(
     model: Path, table: Path, tmp_path: Path, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        llmc.build(model, tmp_path / "x.plan", calib=table, **{**SMALL, **options})
+        llmc.build(model, tmp_path / "x.plan", calib=table, **{**OPTIONS, **options})

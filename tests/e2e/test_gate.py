@@ -19,16 +19,17 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.cli import main
 from llmc.gate import DEFAULTS
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 from tests.unit.calibration.tables import ranges_alone
 
 GATE = 5
 FIGURES = ("perplexity_change", "kl", "top1", "cosine_p5", "greedy")
 #: Enough for a verdict on a tiny model, in a second.
-SMALL: dict[str, Any] = {"eval_windows": 3, "eval_length": 128}
+QUICK: dict[str, Any] = {"eval_windows": 3, "eval_length": 128, "profile": SMALL}
 #: The logits of a random model are flat: FP8 changes its best token where it would not change a trained model's.
 FLAT = "top1=0.7,greedy=0.6"
-SMALL_OPTIONS = ("--eval-windows", "3", "--eval-length", "128")
+QUICK_OPTIONS = ("--eval-windows", "3", "--eval-length", "128", "--profile", SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_sound_engine_passes_its_precisions_gate(model: Path, tmp_path: Path, precision: str) -> None:
-    report = llmc.build(model, tmp_path / "x.plan", precision=precision, **SMALL)
+    report = llmc.build(model, tmp_path / "x.plan", precision=precision, **QUICK)
     quality = quality_of(tmp_path / "x.plan")
     assert report.published
     assert report.quality == quality
@@ -67,7 +68,7 @@ def test_a_broken_quantization_is_caught_and_published_nowhere(
 ) -> None:
     path, plan, report = tmp_path / "table.json", tmp_path / "x.plan", tmp_path / "report.json"
     options = ("build", "--model", model, "--fp8", "--fp8-activations", "static", "--calib", path, "-o", plan,
-               "--report", report, *SMALL_OPTIONS, "--gate", FLAT)  # fmt: skip
+               "--report", report, *QUICK_OPTIONS, "--gate", FLAT)  # fmt: skip
     path.write_bytes(table.to_json())
     sound = run(*options)
     assert sound.exit_code == 0, sound.output
@@ -90,7 +91,7 @@ def test_a_broken_quantization_is_caught_and_published_nowhere(
 
 def test_bounds_of_the_users_own_and_none(model: Path, tmp_path: Path) -> None:
     plan = tmp_path / "x.plan"
-    options = ("build", "--model", model, "-o", plan, *SMALL_OPTIONS)
+    options = ("build", "--model", model, "-o", plan, *QUICK_OPTIONS)
     strict = run(*options, "--gate", "kl=0,cosine=1")
     assert strict.exit_code == GATE, strict.output
     assert not plan.exists()
@@ -106,7 +107,7 @@ def test_the_gate_judges_what_was_measured_not_what_is_shown(
     monkeypatch.setitem(examine._DIGITS, "kl", lambda kl: 0.0)
     report = tmp_path / "report.json"
     result = run(
-        "build", "--model", model, "-o", tmp_path / "x.plan", *SMALL_OPTIONS, "--gate", "kl=0", "--report", report
+        "build", "--model", model, "-o", tmp_path / "x.plan", *QUICK_OPTIONS, "--gate", "kl=0", "--report", report
     )
     assert result.exit_code == GATE, result.output
     assert json.loads(report.read_text())["quality"]["kl"] == 0
@@ -115,7 +116,7 @@ def test_the_gate_judges_what_was_measured_not_what_is_shown(
 def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:
     text, plan = tmp_path / "mine.txt", tmp_path / "x.plan"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    llmc.build(model, plan, eval_text=text, **SMALL)
+    llmc.build(model, plan, eval_text=text, **QUICK)
     assert quality_of(plan)["text"].startswith("text of mine.txt, sha256 ")
 
 
@@ -129,7 +130,7 @@ def test_a_text_that_cannot_be_used_is_refused_before_the_build(model: Path, tmp
 
 
 def test_no_comparison_says_so(model: Path, tmp_path: Path) -> None:
-    llmc.build(model, tmp_path / "x.plan", evaluate=False)
+    llmc.build(model, tmp_path / "x.plan", evaluate=False, profile=SMALL)
     assert quality_of(tmp_path / "x.plan") == {"run": "not asked for", "gate": "off", "verdict": "not judged"}
 
 
@@ -138,9 +139,9 @@ def test_an_engine_that_cannot_run_here_is_published_only_unjudged(
 ) -> None:
     monkeypatch.setattr("llmc.examine.machine_features", frozenset)
     with pytest.raises(EnvironmentFault, match=r"lacks .*avx2.* cannot be compared .* --gate off"):
-        llmc.build(model, tmp_path / "x.plan")
+        llmc.build(model, tmp_path / "x.plan", profile=SMALL)
     assert list(tmp_path.iterdir()) == []
-    report = llmc.build(model, tmp_path / "x.plan", gate="off")
+    report = llmc.build(model, tmp_path / "x.plan", gate="off", profile=SMALL)
     assert report.quality["run"].startswith("not run: this machine lacks")
     assert report.quality["verdict"] == "not judged"
 

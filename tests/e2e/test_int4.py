@@ -15,6 +15,7 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.cli import main
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL, use_own_cache
 from tests.models import save_checkpoint
 from tests.quantized import save_packed
 
@@ -38,14 +39,22 @@ def table(model: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of other builds is used."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(tmp_path / "cache", monkeypatch)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path, tmp_path: Path, tp: int) -> None:
     loose = "ppl=20%,kl=0.2,top1=0.2,cosine=0.8,greedy=0.1"  # of random weights, whose best token changes easily
     report = llmc.build(
-        model, tmp_path / "x.plan", precision="int4", calib=table, tp=tp, gate=loose, eval_windows=2, eval_length=64
+        model,
+        tmp_path / "x.plan",
+        precision="int4",
+        calib=table,
+        tp=tp,
+        gate=loose,
+        eval_windows=2,
+        eval_length=64,
+        profile=SMALL,
     )
     assert report.published
     assert report.quality["kl"] > 1e-5
@@ -70,6 +79,8 @@ def test_a_checkpoint_that_int4_does_not_fit_is_refused_by_the_gate(model: Path,
         "1",
         "--eval-length",
         "32",
+        "--profile",
+        SMALL,
     ]
     refused = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "x.plan")])
     assert refused.exit_code == 5, refused.output
@@ -110,7 +121,7 @@ def test_options_that_exclude_one_another(arguments: list[str], words: str) -> N
 def test_a_ready_checkpoint_keeps_its_numbers(tmp_path: Path, method: str) -> None:
     """The engine answers as Hugging Face does with the weights that the numbers stand for, but for a bf16 head."""
     folder = save_packed(tmp_path, method)
-    report = llmc.build(folder, tmp_path / "x.plan", tp=2, evaluate=False, kv_dtype="f32")
+    report = llmc.build(folder, tmp_path / "x.plan", tp=2, evaluate=False, kv_dtype="f32", profile=SMALL)
     plan = Plan.open(tmp_path / "x.plan")
     graph = bytes(plan.section("graph/rank1.ir")).decode()
     assert f"stored('{MODULE}.weight', 'u4')" in graph

@@ -13,11 +13,10 @@ from llmc.builder.checkpoint import open_checkpoint
 from llmc.calibration import CalibrationOptions, calibrate
 from llmc.cli import main
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL, use_own_cache
 from tests.models import save_checkpoint
 
 IDS = [5, 17, 101, 33, 250, 8, 64, 299, 12, 40]
-#: One code variant for steps of one token and of many.
-PROFILE = "token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,12 +39,11 @@ def table(model: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of other builds is used."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(tmp_path / "cache", monkeypatch)
 
 
 def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.yaml").write_text(PROFILE)
-    options: dict[str, object] = {"profile": str(tmp_path / "short.yaml"), "eval_windows": 2, "eval_length": 48}
+    options: dict[str, object] = {"profile": SMALL, "eval_windows": 2, "eval_length": 48}
     options["gate"] = "top1=0.5,greedy=0.5"  # of random weights, whose best token changes easily
     logits = []
     for tp in (1, 2):
@@ -67,7 +65,7 @@ def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path,
 
 def test_a_checkpoint_that_int8_does_not_fit_is_refused_by_the_gate(model: Path, table: Path, tmp_path: Path) -> None:
     arguments = ["build", "--model", str(model), "--int8", "--calib", str(table), "--gate", "kl=0"]
-    arguments += ["--eval-windows", "1", "--eval-length", "32", "-o", str(tmp_path / "x.plan")]
+    arguments += ["--eval-windows", "1", "--eval-length", "32", "--profile", SMALL, "-o", str(tmp_path / "x.plan")]
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 5, refused.output
     assert not (tmp_path / "x.plan").exists()

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import llmc
 from llmc.runtime.selftest import Probe
 from llmc.tiny_model import random_model, save_tiny
+from tests.builds import SMALL
 
 PROMPT = [5 + i * 37 % 290 for i in range(21)]
 
@@ -82,7 +83,7 @@ def build(folder: Path, invention: str):  # type: ignore[no-untyped-def]
     )  # fmt: skip
     model = random_model(config)
     checkpoint = save_tiny(folder / "model", model)
-    return model, llmc.build(checkpoint, folder / "engine.plan", precision="fp32", evaluate=False)
+    return model, llmc.build(checkpoint, folder / "engine.plan", precision="fp32", evaluate=False, profile=SMALL)
 
 
 #: What generic code launches in a step of the plain model: it makes the rotary angles of all layers once.

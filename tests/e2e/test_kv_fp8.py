@@ -13,6 +13,7 @@ from llmc import flow
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.plan import Plan
 from llmc.cli import reproduce
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 from tests.quantized import save_compressed
 
@@ -31,7 +32,7 @@ def test_a_calibrated_cache_takes_half_and_answers_as_the_checkpoint(model: Path
     for name, kv_dtype in (("half", "fp8"), ("whole", "bf16")):
         report = flow.build(
             model, tmp_path / f"{name}.plan", precision="bf16", tp=2, kv_dtype=kv_dtype, gate=LOOSE, eval_windows=3,
-            eval_length=64,
+            eval_length=64, profile=SMALL,
         )  # fmt: skip
         assert report.quality["verdict"] == "passed"
         plans[name] = Plan.open(tmp_path / f"{name}.plan")
@@ -44,7 +45,7 @@ def test_a_calibrated_cache_takes_half_and_answers_as_the_checkpoint(model: Path
     assert [len(scales["layers"]["1"][0]), len(scales["layers"]["1"][1])] == [3, 3]
     assert f"kv_scales=(({scales['layers']['0'][0][2]},)," in bytes(plans["half"].section("graph/rank1.ir")).decode()
     assert "kv_scales.json" not in plans["whole"]
-    memory = flow.plan_memory(model, precision="bf16", tp=2, profile="chat", target="cpu", kv_dtype="fp8")
+    memory = flow.plan_memory(model, precision="bf16", tp=2, profile=SMALL, target="cpu", kv_dtype="fp8")
     assert memory.kv_block_bytes == half.kv_block_bytes
     command = reproduce.command(plans["half"])
     assert "--kv-cache-dtype fp8" in command
@@ -62,7 +63,7 @@ def test_a_checkpoint_that_brings_scales_keeps_them(tmp_path: Path) -> None:
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     (folder / "config.json").write_text(json.dumps(config))
 
-    report = flow.build(folder, tmp_path / "a.plan", kv_dtype="fp8_e4m3", evaluate=False)
+    report = flow.build(folder, tmp_path / "a.plan", kv_dtype="fp8_e4m3", evaluate=False, profile=SMALL)
     graph = bytes(Plan.open(tmp_path / "a.plan").section("graph/rank0.ir")).decode()
     for layer in range(2):
         assert graph.count(f"kv_scales={((0.0625 * (layer + 1),) * 2, (0.03125,) * 2)}") == 2

@@ -10,6 +10,7 @@ import torch
 
 import llmc
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL
 from tests.models import LATENT_FAMILIES, save_checkpoint, tiny_model
 
 PROMPT = [5 + i * 37 % 290 for i in range(40)]
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 def built(tmp_path: Path, family: str, **options: object) -> Path:
     checkpoint = save_checkpoint(tmp_path / family, family)
     plan = tmp_path / f"{family}.plan"
-    llmc.build(checkpoint, plan, evaluate=False, **options)
+    llmc.build(checkpoint, plan, evaluate=False, profile=SMALL, **options)
     return plan
 
 

@@ -13,6 +13,7 @@ from llmc.artifacts.errors import UsageError
 from llmc.artifacts.plan import Plan
 from llmc.builder.checkpoint import open_checkpoint
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 from tests.quantized import save_blocks, save_compressed, save_experts, save_modelopt
 
@@ -24,9 +25,11 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(((a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)).min())
 
 
-@pytest.mark.parametrize(("strategy", "dynamic"), [("channel", True), ("tensor", False)])
-@pytest.mark.parametrize("number", ["float", "int"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "dynamic", "number", "tp"),
+    [("channel", True, "float", 1), ("channel", True, "int", 2), ("tensor", False, "float", 2),
+     ("tensor", False, "int", 1)],
+)  # fmt: skip
 def test_compressed_tensors_answers_as_its_own_library(
     tmp_path: Path, strategy: str, dynamic: bool, number: str, tp: int
 ) -> None:
@@ -37,7 +40,7 @@ def test_compressed_tensors_answers_as_its_own_library(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         wanted = model(torch.tensor([IDS])).logits[0].float().numpy()
-    report = flow.build(folder, tmp_path / "p.plan", tp=tp, evaluate=False)
+    report = flow.build(folder, tmp_path / "p.plan", tp=tp, evaluate=False, profile=SMALL)
     plan = Plan.open(report.plan)
     with Probe(plan) as probe:
         got = probe.logits(IDS)
@@ -55,7 +58,7 @@ def test_compressed_tensors_answers_as_its_own_library(
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path, family: str) -> None:
     folder = save_modelopt(tmp_path / "fp8", family)
-    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, evaluate=False)
+    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, evaluate=False, profile=SMALL)
     plan = Plan.open(report.plan)
     note = next(p.notes for p in plan.manifest.build.passes if p.name == "quantize")
     assert "keep the FP8 weights and scales of the checkpoint" in " ".join(note)
@@ -70,7 +73,7 @@ def test_other_precisions_take_the_values_that_it_stands_for(tmp_path: Path) -> 
     from llmc.builder.reference import load_reference, logits
 
     for folder in (save_modelopt(tmp_path / "modelopt"), save_blocks(tmp_path / "blocks")[0]):
-        report = flow.build(folder, tmp_path / "p.plan", precision="fp32", evaluate=False)
+        report = flow.build(folder, tmp_path / "p.plan", precision="fp32", evaluate=False, profile=SMALL)
         with Probe(Plan.open(report.plan)) as probe:
             got = probe.logits(IDS)
         assert cosine(logits(load_reference(open_checkpoint(folder)), IDS), got) > 1 - 1e-6
@@ -85,9 +88,8 @@ def test_experts_keep_their_bytes_and_scales(tmp_path: Path) -> None:
     from llmc.builder.checkpoint import open_checkpoint
     from llmc.builder.reference import load_reference, logits
 
-    folder, profile = save_experts(tmp_path / "fp8"), tmp_path / "short.yaml"
-    profile.write_text("token_ranges: [{min: 1, opt: 16, max: 64}]\nmax_num_seqs: 8\nmax_seq_len: 64\nblock_size: 16\n")
-    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, profile=str(profile), evaluate=False)
+    folder = save_experts(tmp_path / "fp8")
+    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, evaluate=False, profile=SMALL)
     plan = Plan.open(report.plan)
     assert "fp8_scale(" not in bytes(plan.section("graph/rank0.ir")).decode()
     assert plan.manifest.build.config["fp8_scales"] == "the checkpoint's (compressed-tensors FP8)"
@@ -120,7 +122,7 @@ def test_experts_of_one_layer_are_stacked_as_they_are_stored(tmp_path: Path, dyn
 
 def test_blocks_are_rounded_anew_and_say_so(tmp_path: Path) -> None:
     folder, _ = save_blocks(tmp_path / "blocks")
-    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False)
+    report = flow.build(folder, tmp_path / "p.plan", precision="fp8", evaluate=False, profile=SMALL)
     plan = Plan.open(report.plan)
     assert plan.manifest.build.config["fp8_scales"] == "llmc's"
     assert report.notes[-2] == "FP8 scales are llmc's"
@@ -137,7 +139,7 @@ def test_weights_alone_in_fp8_multiply_float32(tmp_path: Path) -> None:
     for group in config["quantization_config"]["config_groups"].values():
         group["input_activations"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    report = flow.build(folder, tmp_path / "p.plan", tp=2, evaluate=False, kv_dtype="f32")
+    report = flow.build(folder, tmp_path / "p.plan", tp=2, evaluate=False, kv_dtype="f32", profile=SMALL)
     plan = Plan.open(report.plan)
     assert plan.manifest.build.config["fp8_activations"] == "none"
     assert "fp8_scale(" not in bytes(plan.section("graph/rank0.ir")).decode()

@@ -18,6 +18,7 @@ from llmc.artifacts.plan import Plan
 from llmc.cli import main
 from llmc.runtime.engine import Engine, SamplingParams
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL
 from tests.models import save_checkpoint, tiny_model
 from tests.unit.runtime.servers import Server, real_server
 
@@ -33,7 +34,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("recurrent")
     for family in FAMILIES:
         checkpoint = save_checkpoint(folder / family, family)
-        llmc.build(checkpoint, folder / f"{family}.plan", precision="fp32", evaluate=False)
+        llmc.build(checkpoint, folder / f"{family}.plan", precision="fp32", evaluate=False, profile=SMALL)
     return {family: folder / f"{family}.plan" for family in FAMILIES}
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import llmc
 from llmc.artifacts.plan import Plan
 from llmc.runtime.messages import Handling
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 from tests.unit.runtime.fake_engine import Client
 
@@ -59,7 +60,7 @@ REQUESTS = st.lists(
 def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = save_checkpoint(folder / "checkpoint", request.param)
-    llmc.build(checkpoint, folder / "engine.plan", evaluate=False, **BUILDS[request.param])
+    llmc.build(checkpoint, folder / "engine.plan", evaluate=False, profile=SMALL, **BUILDS[request.param])
     return folder / "engine.plan"
 
 

@@ -117,9 +117,9 @@ def test_fp32_greedy_tokens_are_hugging_faces(fp32_tokens: list[list[int]], refe
         assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == tokens, prompt
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_tensor_parallel_gives_the_same_text(build: Build, fp32_tokens: list[list[int]], tp: int) -> None:
-    assert generate(build(precision="fp32", tp=tp)) == fp32_tokens
+def test_tensor_parallel_gives_the_same_text(build: Build, fp32_tokens: list[list[int]]) -> None:
+    """Of 9 heads and 3 KV heads three ranks have as many each; the plan that all tests share has two ranks."""
+    assert generate(build(precision="fp32", tp=3)) == fp32_tokens
 
 
 def test_a_request_gives_the_same_tokens_alone_among_others_and_chunked(smollm2_plan: Path) -> None:

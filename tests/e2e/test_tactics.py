@@ -13,10 +13,11 @@ from llmc.artifacts.plan import Plan
 from llmc.cli import main
 from llmc.profiles import Tactics, load_target
 from llmc.runtime.selftest import Probe
+from tests.builds import SMALL
 from tests.models import save_checkpoint
 
 IDS = [5, 17, 101, 33, 250, 8, 64, 299, 12, 40, 7, 9, 77, 13, 200, 31, 55]
-OPTIONS = {"precision": "fp8", "tp": 2, "evaluate": False}
+OPTIONS = {"precision": "fp8", "tp": 2, "evaluate": False, "profile": SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_tune_writes_what_build_takes(model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("llmc.tune.CHOICES", {"block": (128, 256)})
     file = tmp_path / "tuned.yaml"
     done = CliRunner().invoke(
-        main, ["tune", "--model", str(model), "--dtype", "bf16", "--repeats", "1", "-o", str(file)]
+        main, ["tune", "--model", str(model), "--dtype", "bf16", "--profile", SMALL, "--repeats", "1", "-o", str(file)]
     )
     assert done.exit_code == 0, done.output
     assert "block 128: " in done.output

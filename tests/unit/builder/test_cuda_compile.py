@@ -127,7 +127,7 @@ def test_bytes_depend_on_no_folder_and_no_environment(tmp_path: Path) -> None:
     project = tmp_path / "elsewhere" / "llmc"
     root = Path(__file__).parents[3]
     for room in ("artifacts", "plugins", "profiles", "builder"):
-        shutil.copytree(root / room, project / room)
+        shutil.copytree(root / room, project / room, ignore=shutil.ignore_patterns("__pycache__"))
     (project / "__init__.py").write_text("")
     (project.parent / "tests").symlink_to(root / "tests")
     environment = {**os.environ, "PYTHONPATH": str(project.parent), "PYTHONHASHSEED": "7", "TRITON_DEBUG": "1"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc.plugins import INCLUDE_ROOT
 from llmc.plugins.cpu import CXX_FLAGS
-from llmc.profiles import load_cpu_target
+from llmc.profiles import CpuTarget, load_cpu_target
 from tests.emulated import runnable, runs_here
 
 _CACHE = Path(tempfile.gettempdir()) / "llmc-kernel-tests"
@@ -35,26 +35,21 @@ def compile_library(text: str, isa: str, *, emulate: bool = True) -> Path:
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     _CACHE.mkdir(exist_ok=True)
     library = _CACHE / f"{digest[:32]}.so"
-    if not library.exists():
-        source, aside = library.with_suffix(".cpp"), library.with_suffix(f".{os.getpid()}.so")
-        source.write_text(text)
-        flags = [
-            *CXX_FLAGS,
-            "-O3",
-            *target.cxx_flags,
-            f"-I{INCLUDE_ROOT}",
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            "-Wall",
-        ]
-        flags += ["-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # g++ 12 on its own AVX-512 headers
-        done = subprocess.run(
-            ["g++", *flags, str(source), "-o", str(aside)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        aside.rename(library)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes that want it one compiles, and the other waits
+        if not library.exists():
+            _compile(text, target, library)
     return library
+
+
+def _compile(text: str, target: CpuTarget, library: Path) -> None:
+    source, aside = library.with_suffix(".cpp"), library.with_suffix(".partial")
+    source.write_text(text)
+    flags = [*CXX_FLAGS, "-O3", *target.cxx_flags, f"-I{INCLUDE_ROOT}", "-shared", "-fPIC", "-pthread", "-Wall"]
+    flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # g++ 12 on its own AVX-512 headers
+    done = subprocess.run(["g++", *flags, str(source), "-o", str(aside)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    aside.rename(library)
 
 
 def aligned(value: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -222,6 +223,21 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def shared_memory() -> set[str]:
+    """Names of files that stand in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What has come there since `before` and is no living process's: tests in other processes may have files there."""
+    come = shared_memory() - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if come else ():
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            text = maps.read_text()
+            come = {name for name in come if f"/dev/shm/{name}" not in text}
+    return come & shared_memory()
 
 
 def wait_until(done: Callable[[], bool]) -> None:

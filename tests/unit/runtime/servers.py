@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -114,10 +115,18 @@ class Server:
                 self.finish()
 
 
+#: Below those that the kernel gives to connections, which may take one before the server binds it; each of pytest's
+#: worker processes has ports of its own.
+_PORTS = itertools.count(20000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12000)
+
+
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """The next one that nobody listens at."""
+    for port in _PORTS:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 @contextlib.contextmanager

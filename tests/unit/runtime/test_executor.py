@@ -21,7 +21,15 @@ from llmc.runtime import executor as executor_module
 from llmc.runtime.executor import Executor, ParentGone, RankLost
 from llmc.runtime.step import Chunk, StepBatch
 from llmc.runtime.step_memory import StepLayout, StepMemory
-from tests.unit.runtime.fake_engine import VOCAB, alive, children, greedy, write_engine_plan
+from tests.unit.runtime.fake_engine import (
+    VOCAB,
+    alive,
+    children,
+    greedy,
+    left_in_shared_memory,
+    shared_memory,
+    write_engine_plan,
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +69,14 @@ def test_a_batch_beyond_the_profile_is_refused(plan: Plan, chunks: list) -> None
 
 
 def test_nothing_remains_after_closing(plan: Plan) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_memory()
     descriptors = len(os.listdir("/proc/self/fd"))
     with Executor(plan, num_blocks=8) as executor:
         pids = [rank.process.pid for rank in executor._ranks.values()]
         assert len(pids) == 3
     executor.close()
     assert not any(alive(pid) for pid in pids)
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert left_in_shared_memory(before) == set()
     del executor
     gc.collect()
     # The library stays loaded from its own anonymous file; nothing else stays open.

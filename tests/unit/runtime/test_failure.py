@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.runtime.fake_engine import alive, children, write_engine_plan
+from tests.unit.runtime.fake_engine import alive, children, left_in_shared_memory, shared_memory, write_engine_plan
 from tests.unit.runtime.servers import Server, Stopwatch, real_server
 from tests.unit.runtime.test_server_core import with_tokenizer
 
@@ -64,10 +64,6 @@ def wait_gone(pids: dict[str, int], seconds: float) -> None:
     assert gone, f"still there: {[name for name, pid in pids.items() if alive(pid)]}"
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 def starve(pid: int) -> None:
     """Lets a process allocate no more: what a container's limit does to one that cannot be killed for it."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
@@ -101,7 +97,7 @@ def test_the_end_of_one_process_is_the_end_of_all(
         assert code == (-signal.SIGKILL if victim == "http" else 1)
         wait_gone(pids, WITHIN - watch.seconds())
         assert "Traceback" not in server.log
-    assert shared_memory() <= before
+    assert left_in_shared_memory(before) == set()
 
 
 @pytest.mark.parametrize("victim", ["http", "core", "rank 0"])
