@@ -24,7 +24,7 @@ from llmc.profiles.reading import Fields
 CHOICES: Mapping[str, tuple[int, ...]] = {
     "packed_rows": (4, 8, 12, 16, 24, 32),
     "block": (64, 128, 256, 512),
-    "chunk_rows": (60, 120, 240, 480),
+    "chunk_rows": (60, 120, 240, 480, 512),
     "prefetch_bytes": (512, 1024, 2048, 4096, 8192),
 }
 

@@ -4,8 +4,9 @@
 // two sums, and that to the output: another order than vdpbf16ps's, so one row goes through the same instruction as many,
 // and a row's results do not depend on the others. Subnormals are zeros. Products and order: Intel's manual, TDPBF16PS.
 //
-// x lies row by row, as pairs; weights are decoded a piece of 32 outputs at a time (tiles.h), which is how the second
-// operand wants them: a row for each pair of columns, a word for each output.
+// x lies as tiles of pairs do: sixteen pairs of each of sixteen rows, then the next sixteen pairs. Weights are decoded a piece
+// of 32 outputs at a time (tiles.h), which is how the second operand wants them: a row for each pair of columns, a word for
+// each output.
 #pragma once
 #include <algorithm>
 
@@ -18,6 +19,9 @@ namespace llmc::lin {
 
 constexpr int kTileRows = 16;   // of x, and steps (pairs of columns) of a weight
 constexpr int kBlockRows = 32;  // rows of x that meet a piece at once, in four tiles of sums
+constexpr int kTileBytes = 64;  // of a tile's row
+constexpr int kTileWords = kTileRows * kTileRows;
+constexpr int kTileSums = 4 * kTileWords;  // of sixteen rows and a panel: a tile after the other
 static_assert(kPiece == 2 * kTileRows && kBlock % kTileRows == 0);
 
 // What a thread's tile registers are shaped for: 0-3 sums, 4 and 5 rows of x, 6 and 7 weights.
@@ -33,6 +37,7 @@ class TileShapes {
     for (int tile : {2, 3, 5}) config.rows[tile] = uint8_t(high);
     for (int tile : {6, 7}) config.rows[tile] = kTileRows;
     for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64;
+    __asm__ volatile("" ::"r"(&config) : "memory");  // g++ 12 believes that only the first eight bytes are read
     _tile_loadconfig(&config);
   }
   ~TileShapes() {
@@ -49,15 +54,83 @@ class TileShapes {
   int rows_ = 0;
 };
 
-// acc[rows][64] at one piece += x * weights for at most kBlockRows rows of `width` words, `count` steps, a multiple of 16;
-// from zero where `first`. The fences: the compiler does not know that tile loads read memory.
-[[gnu::noinline]] inline void tile_block(TileShapes& shapes, const float* weights, int count, const float* x, int width,
-                                         int rows, float* acc, bool first) {
-  constexpr int acc_bytes = kPanel * sizeof(float), weights_bytes = kPiece * sizeof(float);
-  const int x_bytes = width * int(sizeof(float));
-  const bool both = rows > kTileRows;
-  float* lower = acc + kTileRows * kPanel;
-  shapes.set(rows);
+// How weights of a format become a tile's words, two vectors of a piece at a time, and where outputs are among the sums.
+template <class F>
+struct TileWeights;
+
+template <>
+struct TileWeights<InTiles<Bf16Pairs>> {
+  template <int Piece>
+  static void decode(const bf16* row, Vec& low, Vec& high) {
+    low = Bf16Pairs::decode<piece_vector(Piece, 0)>(row);
+    high = Bf16Pairs::decode<piece_vector(Piece, 1)>(row);
+  }
+  static Lanes value(const float* acc, int at) { return load(acc + at / kWidth * kTileWords); }
+};
+
+// For vpshufb: bytes `first` and first + 1 of every 32-bit word, twice.
+struct ByteIndex {
+  alignas(64) uint8_t at[64];
+};
+constexpr ByteIndex byte_index(int first) {
+  ByteIndex index{};
+  for (int i = 0; i < 64; ++i) index.at[i] = uint8_t(i % 16 / 4 * 4 + first + i % 2);
+  return index;
+}
+
+// Of 32-bit words of rows k and k + 1, the pairs of bytes that stand in the lower (piece 0) or the upper half are put side
+// by side; then even bytes and odd ones become bf16 where they stand. So vector j holds outputs 8j..8j+7 of both groups of
+// 32 (Fp8), and nothing is moved but by one byte shuffle a vector.
+template <>
+struct TileWeights<InTiles<Fp8Pairs>> {
+  static constexpr ByteIndex kLower = byte_index(0), kUpper = byte_index(2);
+
+  template <int Piece>
+  static void decode(const uint8_t* row, Vec& low, Vec& high) {
+    const __m512i first = _mm512_load_si512(row), second = _mm512_load_si512(row + kPanel);
+    __m512i z;
+    if constexpr (Piece == 0)
+      z = _mm512_mask_shuffle_epi8(first, 0xCCCCCCCCCCCCCCCC, second, _mm512_load_si512(kLower.at));
+    else
+      z = _mm512_mask_shuffle_epi8(second, 0x3333333333333333, first, _mm512_load_si512(kUpper.at));
+    const __m512i digits = _mm512_set1_epi16(0x07F0), sign = _mm512_set1_epi16(int16_t(0x8000));
+    const __m512i below = _mm512_slli_epi16(z, 8);
+    __m512i even = biased(_mm512_and_si512(_mm512_slli_epi16(z, 4), digits));
+    __m512i odd = biased(_mm512_and_si512(_mm512_srli_epi16(z, 4), digits));
+    // One weight in some thousands is below 2^-6.
+    if (_mm512_testn_epi8_mask(z, _mm512_set1_epi8(0x78))) [[unlikely]] {
+      const __m512i table = _mm512_load_si512(kBelow);
+      even = _mm512_mask_permutexvar_epi16(even, _mm512_testn_epi16_mask(z, _mm512_set1_epi16(0x78)), z, table);
+      odd = _mm512_mask_permutexvar_epi16(odd, _mm512_testn_epi16_mask(z, _mm512_set1_epi16(0x7800)),
+                                          _mm512_srli_epi16(z, 8), table);
+    }
+    low = (Vec)_mm512_or_si512(even, _mm512_and_si512(below, sign));
+    high = (Vec)_mm512_or_si512(odd, _mm512_and_si512(z, sign));
+  }
+  static Lanes value(const float* acc, int at) {
+    const int group = at / 32, vector = at % 32 / 8;
+    const float* from = acc + vector * kTileWords + group * 8;
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)), _mm256_loadu_ps(from + kTileWords), 1)};
+  }
+
+ private:
+  static __m512i biased(__m512i digits) { return _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7)); }
+};
+
+// Some rows of x, at most sixteen, from some column on: a tile for every sixteen pairs.
+struct TileRows {
+  const float* x;
+  int rows;
+  const float* step(int at) const { return x + at * rows; }
+};
+
+// acc at one piece += x * weights for the rows of `lower` and, kTileSums behind, those of `upper`; `count` steps, a multiple
+// of 16; from zero where `first`. The fences: the compiler does not know that tile loads read memory.
+[[gnu::noinline]] inline void tile_block(TileShapes& shapes, const float* weights, int count, TileRows lower, TileRows upper,
+                                         float* acc, bool first) {
+  const bool both = upper.rows > 0;
+  float* below = acc + kTileSums;
+  shapes.set(lower.rows + upper.rows);
   __asm__ volatile("" ::: "memory");
   if (first) {
     _tile_zero(0);
@@ -65,30 +138,30 @@ class TileShapes {
     _tile_zero(2);
     _tile_zero(3);
   } else {
-    _tile_loadd(0, acc, acc_bytes);
-    _tile_loadd(1, acc + kTileRows, acc_bytes);
+    _tile_loadd(0, acc, kTileBytes);
+    _tile_loadd(1, acc + kTileWords, kTileBytes);
     if (both) {
-      _tile_loadd(2, lower, acc_bytes);
-      _tile_loadd(3, lower + kTileRows, acc_bytes);
+      _tile_loadd(2, below, kTileBytes);
+      _tile_loadd(3, below + kTileWords, kTileBytes);
     }
   }
   for (int step = 0; step < count; step += kTileRows) {
-    _tile_loadd(4, x + step, x_bytes);
-    _tile_loadd(6, weights + step * kPiece, weights_bytes);
-    _tile_loadd(7, weights + step * kPiece + kTileRows, weights_bytes);
+    _tile_loadd(4, lower.step(step), kTileBytes);
+    _tile_loadd(6, weights + step * kPiece, kTileBytes);
+    _tile_loadd(7, weights + step * kPiece + kTileWords, kTileBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (both) {
-      _tile_loadd(5, x + int64_t(kTileRows) * width + step, x_bytes);
+      _tile_loadd(5, upper.step(step), kTileBytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, acc, acc_bytes);
-  _tile_stored(1, acc + kTileRows, acc_bytes);
+  _tile_stored(0, acc, kTileBytes);
+  _tile_stored(1, acc + kTileWords, kTileBytes);
   if (both) {
-    _tile_stored(2, lower, acc_bytes);
-    _tile_stored(3, lower + kTileRows, acc_bytes);
+    _tile_stored(2, below, kTileBytes);
+    _tile_stored(3, below + kTileWords, kTileBytes);
   }
   __asm__ volatile("" ::: "memory");
 }
@@ -98,23 +171,34 @@ template <class Kernel, class F>
 struct TileKernel : Kernel {
   static constexpr int kChunk = LLMC_CHUNK_ROWS / kBlockRows * kBlockRows;
 
-  // Row by row in the shared scratch, followed by each row's factor. One row every thread prepares for itself, in its own.
+  // In the shared scratch, followed by each row's factor. One row every thread prepares for itself, in its own.
   const float* prepared(int rows, float* own) const {
     const int width = this->width();
     float* to = rows > 1 ? reinterpret_cast<float*>(this->c.scratch()) : own;
     const Share mine = rows > 1 ? share(rows, this->tid, this->c.threads) : Share{0, 1};
-    for (int64_t r = mine.first; r < mine.last; ++r)
-      to[int64_t(rows) * width + r] =
-          Kernel::factor(this->prepare(this->x + r * this->x_stride, this->k, to + r * width, 1));
+    for (int64_t r = mine.first; r < mine.last; ++r) {
+      const TileRows tile = rows_at(to, 0, rows, r / kTileRows * kTileRows);
+      float* row = to + r / kTileRows * kTileRows * width + r % kTileRows * kTileRows;
+      const auto put = [=](int at, __m256i words) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at / kTileRows * kTileRows * tile.rows + at % kTileRows), words);
+      };
+      to[int64_t(rows) * width + r] = Kernel::factor(this->prepare.words(this->x + r * this->x_stride, this->k, put));
+    }
     if (rows > 1) this->c.barrier(this->tid);
     return to;
+  }
+
+  // The sixteen rows of x[rows] from r on, or what is there of them, from step `at` on.
+  TileRows rows_at(const float* x, int at, int rows, int64_t r) const {
+    const int count = std::clamp<int>(rows - r, 0, kTileRows);
+    return {x + r * this->width() + int64_t(at) * count, count};
   }
 
   void run(int rows) const {
     if (!rows) return;
     float* floats = reinterpret_cast<float*>(this->c.scratch(this->tid));
     float* acc = floats + kBlock * kPiece;
-    const float* packed_x = prepared(rows, acc + kPanel);
+    const float* packed_x = prepared(rows, acc + kTileSums);
     const float* scales = packed_x + int64_t(rows) * this->width();
     const int blocks = (rows + kBlockRows - 1) / kBlockRows, panels = this->panels();
     int chunks = (rows + kChunk - 1) / kChunk;
@@ -126,32 +210,41 @@ struct TileKernel : Kernel {
       const int from = int(int64_t(blocks) * chunk / chunks) * kBlockRows;
       const int to = std::min(rows, int(int64_t(blocks) * (chunk + 1) / chunks) * kBlockRows);
       multiply(shapes, this->panel(p), floats, packed_x + int64_t(from) * this->width(), to - from, acc);
-      const typename Kernel::Done done(p, this->n, this->w_scale, this->bias);
-      for (int r = from; r < to; ++r) done(acc + (r - from) * kPanel, scales[r], this->y + r * this->y_stride, -1);
+      const typename Kernel::template DoneOf<TileWeights<F>> done(p, this->n, this->w_scale, this->bias);
+      for (int r = 0; r < to - from; ++r)
+        done(acc + r / kTileRows * kTileSums + r % kTileRows * kTileRows, scales[from + r], this->y + (from + r) * this->y_stride, -1);
     }
   }
 
-  // acc[rows][64] = x * panel.
+  // Sums of all rows = x * panel, in blocks of k that are equally long.
   void multiply(TileShapes& shapes, typename F::Weight panel, float* floats, const float* x, int rows, float* acc) const {
-    const int width = this->width();
+    const int width = this->width(), blocks = (width + kBlock - 1) / kBlock;
+    const int most = ((width + blocks - 1) / blocks + kTileRows - 1) / kTileRows * kTileRows;
     for (int at = 0, count; at < width; at += count, panel += int64_t(count) * F::kRow) {
-      count = std::min(kBlock, width - at);
+      count = std::min(most, width - at);
       unrolled<kPieces>([&](auto piece) {
         decode<decltype(piece)::value>(panel, count, floats);
         for (int r = 0; r < rows; r += kBlockRows)
-          tile_block(shapes, floats, count, x + int64_t(r) * width + at, width, std::min(rows - r, kBlockRows),
-                     acc + r * kPanel + piece * kPiece, at == 0);
+          tile_block(shapes, floats, count, rows_at(x, at, rows, r), rows_at(x, at, rows, r + kTileRows),
+                     acc + r / kTileRows * kTileSums + piece * 2 * kTileWords, at == 0);
       });
     }
   }
 
-  // `count` steps of a piece to floats.
+  // `count` steps of a piece to pairs of tiles, sixteen steps each: tiles that lie in one run are loaded twice as fast. What
+  // the thread reads next is fetched meanwhile, as in `Unpacking`.
   template <int Piece>
   static void decode(typename F::Weight w, int count, float* floats) {
-    const char* ahead = reinterpret_cast<const char*>(w + int64_t(count) * F::kRow);
-    Unpacking<F, Piece> weights{w, floats, ahead + Piece * int64_t(count) * F::kRow * sizeof(*w) / kPieces};
-    Vec low, high;
-    for (int step = 0; step < count; ++step) weights.next(low, high);
+    constexpr int ahead_bytes = F::kRow * sizeof(*w) / kPieces;
+    const char* ahead = reinterpret_cast<const char*>(w + int64_t(count) * F::kRow) + Piece * int64_t(count) * ahead_bytes;
+    for (int step = 0; step < count; step += kTileRows, floats += kTileWords)
+      for (int row = 0; row < kTileRows; ++row, w += F::kRow, floats += kTileRows, ahead += ahead_bytes) {
+        Vec low, high;
+        TileWeights<F>::template decode<Piece>(w, low, high);
+        vstore(floats, low);
+        vstore(floats + kTileWords, high);
+        _mm_prefetch(ahead, _MM_HINT_T1);
+      }
   }
 };
 

@@ -39,7 +39,7 @@ constexpr int kTileColumns = 32;  // of K: sixteen pairs
 
 struct PairSums {
   static Vec add(Vec weight, Vec x, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
-  static Lanes value(const float* sums) { return load(sums); }
+  static Lanes value(const float* acc, int at) { return load(acc + at); }
 };
 
 // For vpermt2w: of words from two vectors, one of rows k and one of rows k + 1, the pairs of 16 outputs.
@@ -90,13 +90,13 @@ struct Bf16Pairs : Pairs<bf16> {
 
 // 32 E4M3 as bf16: the digits moved into place and the exponent biased anew; those below 2^-6, multiples m of 2^-9, have
 // one significant digit at least in bf16 and come from a table by m. NaN would come out as 480, as in Fp8.
+alignas(64) constexpr uint16_t kBelow[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
 inline __m512i as_bf16(__m256i bytes) {
-  alignas(64) static constexpr uint16_t below[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
   const __m512i wide = _mm512_cvtepi8_epi16(bytes);
   const __m512i digits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x07F0));
   const __m512i normal = _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7));
   const __mmask32 small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
-  const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(below));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(kBelow));
   return _mm512_or_si512(size, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
 }
 
@@ -119,14 +119,22 @@ struct PairInput {
   X input;
 
   float operator()(const float* x, int n, float* to, int step) const {
+    return words(x, n, [=](int at, __m256i eight) {
+      alignas(32) uint32_t each[8];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(each), eight);
+      for (int l = 0; l < 8 && at + l < n / 2; ++l) std::memcpy(to + int64_t(at + l) * step, each + l, 4);
+    });
+  }
+
+  // Calls put(number of the first, eight words), those behind the row zeros; returns the row's scale.
+  template <class Put>
+  float words(const float* x, int n, const Put& put) const {
     float scale = 1;
     if constexpr (kQuantized) scale = input.scale_of(x, n);
     for (int i = 0; i < n; i += kWidth) {
       Vec v = part_of(x, i, n);
       if constexpr (kQuantized) v = vmul(quantize(v, vset(scale)), vset(1 / kXFactor));
-      alignas(32) uint32_t both[kWidth / 2];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(both), (__m256i)_mm512_cvtneps_pbh(v));
-      for (int l = 0; l < kWidth / 2 && i / 2 + l < n / 2; ++l) std::memcpy(to + int64_t(i / 2 + l) * step, both + l, 4);
+      put(i / 2, (__m256i)_mm512_cvtneps_pbh(v));
     }
     return scale;
   }

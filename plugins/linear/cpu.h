@@ -21,7 +21,7 @@ namespace lin {
 // Up to here rows are multiplied straight from the packed bytes; beyond, unpacking once is cheaper than decoding again.
 constexpr int kMaxPackedRows = LLMC_PACKED_ROWS;
 constexpr int kMaxChunkTiles = LLMC_CHUNK_ROWS / kMaxTile;
-constexpr int kThreadFloats = (256 + 480) * kPanel;  // THREAD_FLOATS in cpu.py: a piece of a block, a chunk's sums
+constexpr int kThreadFloats = (256 + 512) * kPanel;  // THREAD_FLOATS in cpu.py: a piece of a block, a chunk's sums
 static_assert(kBlock * kPiece + kMaxChunkTiles * kMaxTile * kPanel <= kThreadFloats);
 
 struct Linear {  // activations, on results
@@ -70,7 +70,7 @@ struct Finish {
   }
 
   Lanes result(const float* acc, int at, float x_scale) const {
-    Lanes v = Sums::value(acc + at);
+    Lanes v = Sums::value(acc, at);
     if (Scaled) v = v * (splat(x_scale) * load(scale + at));
     return Bias ? v + load(bias + at) : v;
   }
@@ -175,7 +175,9 @@ struct Columns {
 template <class F, class X, class Act, bool Gated, bool Bias>
 struct Kernel : Columns<F, X> {
   using Columns<F, X>::k, Columns<F, X>::prepare, Columns<F, X>::width;
-  using Done = Finish<typename F::Sums, Act, Gated, X::kScaled, Bias>;
+  template <class Sums>
+  using DoneOf = Finish<Sums, Act, Gated, X::kScaled, Bias>;
+  using Done = DoneOf<typename F::Sums>;
   const Ctx& c;
   int tid, n;
   const float* x;
@@ -288,7 +290,7 @@ struct Kernel : Columns<F, X> {
 template <int64_t Min, int64_t Max, class F, class Kernel>
 void multiply(const Kernel& kernel, int64_t rows) {
 #if LLMC_TILES
-  static_assert(kBlock * kPiece + kPanel + 1 <= kThreadFloats / 2);  // beside a single row, of half as many words as columns
+  static_assert(kBlock * kPiece + kTileSums + 1 <= kThreadFloats / 2);  // beside a single row, of half as many words as columns
   if constexpr (kInTiles<F>)
     TileKernel<Kernel, F>{kernel}.run(int(rows));
   else

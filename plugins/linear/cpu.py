@@ -17,7 +17,7 @@ FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "i8": "Int8", "u4": "
 _ACTIVATIONS = {"none": "Linear", "relu": "Relu", "silu": "Silu", "gelu": "Gelu", "gelu_tanh": "GeluTanh"}
 #: Floats of a thread beside one row of x: a piece (at most half a panel) of the largest block, and the largest chunk of
 #: rows, that tactics name (cpu.h).
-THREAD_FLOATS = (512 // 2 + 480) * PANEL
+THREAD_FLOATS = (512 // 2 + 512) * PANEL
 
 
 def input_kind(x_scale: float | None, per_token: bool, scaled: bool) -> tuple[str, str]:

@@ -46,7 +46,7 @@ constexpr int kPiece = 2 * kWidth;
 // Sums of floats: one chain of fused multiply-adds each.
 struct FloatSums {
   static Vec add(Vec weight, Vec x, Vec sum) { return vfma(weight, x, sum); }
-  static Lanes value(const float* sums) { return load(sums); }
+  static Lanes value(const float* acc, int at) { return load(acc + at); }
 };
 
 // Every weight is a number by itself.

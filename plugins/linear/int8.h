@@ -25,15 +25,17 @@ struct WholeSums {
     return _mm512_castsi512_ps(_mm512_add_epi32(s, _mm512_madd_epi16(w, v)));
 #endif
   }
-  static Lanes value(const float* sums) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(_mm512_loadu_ps(sums)))}; }
+  static Lanes value(const float* acc, int at) {
+    return {_mm512_cvtepi32_ps(_mm512_castps_si512(_mm512_loadu_ps(acc + at)))};
+  }
 #else
   static Vec add(Vec weight, Vec x, Vec sum) {
     const __m256i w = _mm256_castps_si256(weight), v = _mm256_castps_si256(x), s = _mm256_castps_si256(sum);
     return _mm256_castsi256_ps(_mm256_add_epi32(s, _mm256_madd_epi16(w, v)));
   }
-  static Lanes value(const float* sums) {
+  static Lanes value(const float* acc, int at) {
     const auto floats = [](const float* p) { return _mm256_cvtepi32_ps(_mm256_castps_si256(_mm256_loadu_ps(p))); };
-    return {floats(sums), floats(sums + 8)};
+    return {floats(acc + at), floats(acc + at + 8)};
   }
 #endif
 };

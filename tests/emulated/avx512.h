@@ -95,6 +95,7 @@ EMULATED __m512i _mm512_setzero_si512() { return each<__m512i, int32_t>([](int) 
 EMULATED __m512d _mm512_setzero_pd() { return each<__m512d, double>([](int) { return 0.0; }); }
 EMULATED __m512 _mm512_set1_ps(float x) { return each<__m512, float>([=](int) { return x; }); }
 EMULATED __m512i _mm512_set1_epi32(int x) { return each<__m512i, int32_t>([=](int) { return x; }); }
+EMULATED __m512i _mm512_set1_epi8(char x) { return each<__m512i, int8_t>([=](int) { return int8_t(x); }); }
 EMULATED __m512i _mm512_set1_epi16(short x) { return each<__m512i, int16_t>([=](int) { return x; }); }
 template <class V>
 inline V load64(const void* p) {
@@ -203,6 +204,10 @@ EMULATED __m512i _mm512_srai_epi16(__m512i a, unsigned n) {
   return map<int16_t>(a, [=](int16_t x) { return int16_t(x >> n); });
 }
 
+EMULATED __m512i _mm512_srli_epi16(__m512i a, unsigned n) {
+  return map<uint16_t>(a, [=](uint16_t x) { return uint16_t(x >> n); });
+}
+
 // ---- whole numbers
 
 EMULATED __m512i _mm512_add_epi32(__m512i a, __m512i b) {
@@ -260,6 +265,19 @@ EMULATED __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) 
 EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i a, __mmask32 m, __m512i index, __m512i b) {
   const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b), i = elements<uint16_t>(index);
   return each<__m512i, uint16_t>([&](int l) { return m >> l & 1 ? y.at[i.at[l] & 31] : x.at[l]; });
+}
+EMULATED __m512i _mm512_mask_shuffle_epi8(__m512i a, __mmask64 m, __m512i b, __m512i index) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b), i = elements<uint8_t>(index);
+  return each<__m512i, uint8_t>([&](int l) {
+    if (!(m >> l & 1)) return x.at[l];
+    return i.at[l] & 0x80 ? uint8_t(0) : y.at[(l & ~15) | (i.at[l] & 15)];
+  });
+}
+EMULATED __mmask64 _mm512_testn_epi8_mask(__m512i a, __m512i b) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b);
+  uint64_t mask = 0;
+  for (int i = 0; i < 64; ++i) mask |= uint64_t((x.at[i] & y.at[i]) == 0) << i;
+  return mask;
 }
 EMULATED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
   const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
