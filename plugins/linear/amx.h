@@ -24,24 +24,18 @@ constexpr int kTileWords = kTileRows * kTileRows;
 constexpr int kTileSums = 4 * kTileWords;  // of sixteen rows and a panel: a tile after the other
 static_assert(kPiece == 2 * kTileRows && kBlock % kTileRows == 0);
 
-// What a thread's tile registers are shaped for: 0-3 sums, 4 and 5 rows of x, 6 and 7 weights.
+// What a thread's tile registers are shaped for.
 class TileShapes {
  public:
-  // Rows 0..15 are in tiles 0, 1 and 4, the others in 2, 3 and 5.
-  void set(int rows) {
-    if (rows == rows_) return;
-    rows_ = rows;
-    Config config;
-    const int low = std::min(rows, kTileRows), high = std::max(rows - kTileRows, 1);
-    for (int tile : {0, 1, 4}) config.rows[tile] = uint8_t(low);
-    for (int tile : {2, 3, 5}) config.rows[tile] = uint8_t(high);
-    for (int tile : {6, 7}) config.rows[tile] = kTileRows;
-    for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64;
-    __asm__ volatile("" ::"r"(&config) : "memory");  // g++ 12 believes that only the first eight bytes are read
-    _tile_loadconfig(&config);
+  // Sums of up to sixteen rows and a panel in 0-3, their x in 4, weights in 5-7.
+  void set_panel(int rows) { set(rows, rows, kTileRows); }
+  // Sums of rows 0..15 and a piece in 0 and 1, of the other rows in 2 and 3, their x in 4 and 5, weights in 6 and 7.
+  void set_piece(int rows) {
+    const int upper = std::max(rows - kTileRows, 1);
+    set(std::min(rows, kTileRows), upper, upper);
   }
   ~TileShapes() {
-    if (rows_) _tile_release();  // the system saves less of a thread whose tiles are free
+    if (shape_) _tile_release();  // the system saves less of a thread whose tiles are free
   }
 
  private:
@@ -51,7 +45,21 @@ class TileShapes {
     uint8_t rows[16] = {};
   };
   static_assert(sizeof(Config) == 64);
-  int rows_ = 0;
+  int shape_ = 0;
+
+  void set(int lower, int upper, int fifth) {
+    const int shape = lower | upper << 8 | fifth << 16;
+    if (shape == shape_) return;
+    shape_ = shape;
+    Config config;
+    for (int tile : {0, 1, 4}) config.rows[tile] = uint8_t(lower);
+    for (int tile : {2, 3}) config.rows[tile] = uint8_t(upper);
+    config.rows[5] = uint8_t(fifth);
+    for (int tile : {6, 7}) config.rows[tile] = kTileRows;
+    for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64;
+    __asm__ volatile("" ::"r"(&config) : "memory");  // g++ 12 believes that only the first eight bytes are read
+    _tile_loadconfig(&config);
+  }
 };
 
 // How weights of a format become a tile's words, two vectors of a piece at a time, and where outputs are among the sums.
@@ -130,7 +138,7 @@ struct TileRows {
                                          float* acc, bool first) {
   const bool both = upper.rows > 0;
   float* below = acc + kTileSums;
-  shapes.set(lower.rows + upper.rows);
+  shapes.set_piece(lower.rows + upper.rows);
   __asm__ volatile("" ::: "memory");
   if (first) {
     _tile_zero(0);
@@ -163,6 +171,51 @@ struct TileRows {
     _tile_stored(2, below, kTileBytes);
     _tile_stored(3, below + kTileWords, kTileBytes);
   }
+  __asm__ volatile("" ::: "memory");
+}
+
+// acc = x * panel for up to sixteen rows, `steps` a multiple of 16: while one run of sixteen steps is multiplied the next is
+// decoded, into the other half of `floats` (8 tiles), for a tile is loaded from the cache, not from what is being stored.
+template <class F>
+[[gnu::noinline]] void tile_panel(TileShapes& shapes, typename F::Weight w, int steps, TileRows x, float* floats, float* acc) {
+  constexpr int half = 4 * kTileWords;
+  shapes.set_panel(x.rows);
+  const auto multiply = [&](int step) {
+    const float* tiles = floats + step / kTileRows % 2 * half;
+    __asm__ volatile("" ::: "memory");
+    _tile_loadd(4, x.step(step), kTileBytes);
+    _tile_loadd(5, tiles, kTileBytes);
+    _tile_loadd(6, tiles + kTileWords, kTileBytes);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(7, tiles + 2 * kTileWords, kTileBytes);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(5, tiles + 3 * kTileWords, kTileBytes);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 4, 5);
+    __asm__ volatile("" ::: "memory");
+  };
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int step = 0; step < steps; step += kTileRows) {
+    float* to = floats + step / kTileRows % 2 * half;
+    for (int row = 0; row < kTileRows; ++row, w += F::kRow, to += kTileRows) {
+      prefetch<F>(w);
+      unrolled<kPieces>([&](auto piece) {
+        Vec low, high;
+        TileWeights<F>::template decode<decltype(piece)::value>(w, low, high);
+        vstore(to + 2 * piece * kTileWords, low);
+        vstore(to + (2 * piece + 1) * kTileWords, high);
+      });
+    }
+    if (step) multiply(step - kTileRows);
+  }
+  multiply(steps - kTileRows);
+  _tile_stored(0, acc, kTileBytes);
+  _tile_stored(1, acc + kTileWords, kTileBytes);
+  _tile_stored(2, acc + 2 * kTileWords, kTileBytes);
+  _tile_stored(3, acc + 3 * kTileWords, kTileBytes);
   __asm__ volatile("" ::: "memory");
 }
 
@@ -219,6 +272,7 @@ struct TileKernel : Kernel {
   // Sums of all rows = x * panel, in blocks of k that are equally long.
   void multiply(TileShapes& shapes, typename F::Weight panel, float* floats, const float* x, int rows, float* acc) const {
     const int width = this->width(), blocks = (width + kBlock - 1) / kBlock;
+    if (rows <= kTileRows) return tile_panel<F>(shapes, panel, width, rows_at(x, 0, rows, 0), floats, acc);
     const int most = ((width + blocks - 1) / blocks + kTileRows - 1) / kTileRows * kTileRows;
     for (int at = 0, count; at < width; at += count, panel += int64_t(count) * F::kRow) {
       count = std::min(most, width - at);
@@ -234,7 +288,7 @@ struct TileKernel : Kernel {
   // `count` steps of a piece to pairs of tiles, sixteen steps each: tiles that lie in one run are loaded twice as fast. What
   // the thread reads next is fetched meanwhile, as in `Unpacking`.
   template <int Piece>
-  static void decode(typename F::Weight w, int count, float* floats) {
+  [[gnu::noinline]] static void decode(typename F::Weight w, int count, float* floats) {
     constexpr int ahead_bytes = F::kRow * sizeof(*w) / kPieces;
     const char* ahead = reinterpret_cast<const char*>(w + int64_t(count) * F::kRow) + Piece * int64_t(count) * ahead_bytes;
     for (int step = 0; step < count; step += kTileRows, floats += kTileWords)
