@@ -17,6 +17,7 @@ from llmc.artifacts.plan import Plan
 from llmc.artifacts.sampler_params import GREEDY
 from llmc.bench.machine import held_bytes
 from llmc.bench.work import Work, prompt
+from llmc.profiles import load_cpu_target
 from llmc.runtime.executor import Executor
 from llmc.runtime.native import HostLibrary
 from llmc.runtime.step import Chunk, StepBatch
@@ -37,7 +38,8 @@ class EngineSystem:
         self._ids = prompt(profile.max_seq_len, self.plan.manifest.model.vocab_size)
         self._fill(1, array("i", [0]), 0)
         self.load = time.perf_counter() - began
-        self.name = f"llmc {build.precision}{f' tp {build.tp}' if build.tp > 1 else ''}"
+        isa = self.plan.manifest.target.isa
+        self.name = f"llmc {build.precision}{f' tp {build.tp}' if build.tp > 1 else ''}{_level(isa)}"
 
     def _place(self, works: Sequence[Work], steps: int) -> int:
         """Gives every sequence its blocks; returns how many there are."""
@@ -109,3 +111,8 @@ def engine(
         yield system
     finally:
         system.close()
+
+
+def _level(isa: str) -> str:
+    """What tells plans of several levels apart: nothing for the level that plain `cpu` means."""
+    return "" if isa == load_cpu_target("cpu").isa else f" {isa.removeprefix('x86-64-')}"
