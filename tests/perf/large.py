@@ -1,6 +1,6 @@
 """Builds a model of a billion parameters with random weights, and times it beside llama.cpp, same shape and bits.
 
-    python -m tests.perf.large [--folder DIR] [--out build/bench-1b.md] [--repeats 3]
+    python -m tests.perf.large [--target cpu:x86-64-amx] [--folder DIR] [--out build/bench-1b.md] [--repeats 3]
 
 The shape is Llama-3.2-1B's: 1.24 billion parameters, a vocabulary of 128,256, 8 KV heads for 32, tied embeddings. Each
 build is a process of its own, whose peak memory is printed. Takes 12 GB of disk, and nothing else should run meanwhile.
@@ -28,14 +28,15 @@ LLAMA_1B: dict[str, Any] = {
 PAIRS = {"fp8": "Q8_0", "bf16": "F16"}
 
 
-def build(folder: Path, precision: str) -> Path:
+def build(folder: Path, precision: str, target: str) -> Path:
     """The plan of a random checkpoint of that precision, made here; the checkpoint is not kept."""
-    plan = folder / f"{precision}.plan"
+    plan = folder / f"{precision}-{target.replace(':', '-')}.plan"
     if not plan.exists():
         with tempfile.TemporaryDirectory(dir=folder) as made:
             model = make_checkpoint(Path(made) / "random", LLAMA_1B, fp8=precision == "fp8")
             option = ["--fp8"] if precision == "fp8" else ["--dtype", precision]
-            words = ["build", "--model", str(model), *option, "-o", str(plan), "--no-evaluate", "--no-cache", "--json"]
+            words = ["build", "--model", str(model), *option, "--target", target, "-o", str(plan)]
+            words += ["--no-evaluate", "--no-cache", "--json"]
             done = subprocess.run([sys.executable, "-m", "llmc", *words], check=True, stdout=subprocess.PIPE, text=True)
         report = json.loads(done.stdout)
         seconds, peak = sum(report["seconds"].values()), report["peak_memory_bytes"]
@@ -46,13 +47,14 @@ def build(folder: Path, precision: str) -> Path:
 def main() -> None:
     """Makes what is missing, then times it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="cpu")
     parser.add_argument("--folder", type=Path, default=Path("build/large"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repeats", default="3")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for precision, kind in PAIRS.items():
-        plan, peer = build(options.folder, precision), options.folder / f"{kind}.gguf"
+        plan, peer = build(options.folder, precision, options.target), options.folder / f"{kind}.gguf"
         if not peer.exists():
             make_gguf(peer.with_suffix(".part"), LLAMA_1B, kind).rename(peer)
         words = [str(plan), "--against", f"llama.cpp={peer}", "--repeats", options.repeats, "--steps", "8"]

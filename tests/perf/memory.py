@@ -1,6 +1,6 @@
 """Prints the peak memory of building and calibrating a large checkpoint, over what interpreter and libraries take.
 
-    python -m tests.perf.memory [--gigabytes 8] [--folder DIR] [--only bf16,calibrate,fp8]
+    python -m tests.perf.memory [--gigabytes 8] [--folder DIR] [--only bf16,calibrate,fp8] [--samples N]
 
 The checkpoint is random, bf16, in shards, and made here: a Llama of hidden size 3072, 8192 wide, with as many layers as
 its size takes. Each build is a process of its own: what it holds after importing its libraries is taken off its peak.
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--only", default=",".join(STEPS))
+    parser.add_argument("--samples", type=int, default=0, help="of the calibration; fewer are faster")
     parser.add_argument(
         "--run", nargs=5, metavar=("STEP", "MODEL", "FOLDER", "RESIDENT", "SAMPLES"), help=argparse.SUPPRESS
     )
@@ -110,7 +111,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         print(f"checkpoint: {size / 1e9:.2f} GB in bf16, {shape.layers} layers")
         for step in options.only.split(","):
-            found = measure(step, model, folder)
+            found = measure(step, model, folder, samples=options.samples)
             over = found["peak"] - found["start"]
             print(
                 f"{step}: peak {found['peak'] / 1e9:.2f} GB, {over / 1e9:.2f} GB over interpreter and libraries "
