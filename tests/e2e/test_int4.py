@@ -67,12 +67,14 @@ def test_an_engine_is_near_its_checkpoint_on_any_ranks(model: Path, table: Path,
     assert " --int4 " in again.output
 
 
-def test_a_checkpoint_that_int4_does_not_fit_is_refused_by_the_gate(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_int4_does_not_fit_is_refused_by_the_gate(model: Path, table: Path, tmp_path: Path) -> None:
     arguments = [
         "build",
         "--model",
         str(model),
         "--int4",
+        "--calib",
+        str(table),
         "--gate",
         "kl=0",
         "--eval-windows",

@@ -55,9 +55,8 @@ def test_compressed_tensors_answers_as_its_own_library(
     assert "calibration.json" not in {section.name for section in plan.manifest.sections}
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path, family: str) -> None:
-    folder = save_modelopt(tmp_path / "fp8", family)
+def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path) -> None:
+    folder = save_modelopt(tmp_path / "fp8", "llama")
     report = flow.build(folder, tmp_path / "p.plan", precision="fp8", tp=2, evaluate=False, profile=SMALL)
     plan = Plan.open(report.plan)
     note = next(p.notes for p in plan.manifest.build.passes if p.name == "quantize")
@@ -67,6 +66,14 @@ def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path, family: str)
     assert "fp8_scale(" not in graph
     with pytest.raises(UsageError, match="brings its own scales"):
         flow.build(folder, tmp_path / "q.plan", precision="fp8", calib=tmp_path / "table.json")
+
+
+def test_modelopts_bytes_are_kept_where_one_tensor_is_several_layers(tmp_path: Path) -> None:
+    flow.dump_passes(save_modelopt(tmp_path / "fp8", "phi3"), tmp_path / "ir", "quantize", precision="fp8")
+    graph = max((tmp_path / "ir").iterdir()).read_text()
+    assert "stored('model.layers.0.mlp.down_proj.weight', 'f8e4m3')" in graph
+    assert "stored('model.layers.0.mlp.gate_up_proj.weight', 'f8e4m3')" in graph
+    assert "fp8_scale(" not in graph
 
 
 def test_other_precisions_take_the_values_that_it_stands_for(tmp_path: Path) -> None:
