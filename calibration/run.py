@@ -182,11 +182,6 @@ def _calibrate(
     modelopt = Modelopt()  # before the minutes of work that would be lost without it
     model = load_reference(checkpoint)
     experts = expert_modules(model)
-    if options.weights == "int8" and experts:
-        raise UnsupportedError(
-            f"{next(iter(experts))}: INT8 weights of experts are not supported; build with --fp8, --int4 or "
-            "--dtype bf16"
-        )
     form = FORMATS[options.weights]
     forms = dict.fromkeys(linear_modules(model), form)
     if not forms:

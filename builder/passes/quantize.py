@@ -12,7 +12,8 @@ there; any other's scale is the largest magnitude of its row / 448, from the wei
 against it). Inputs are scaled by each token's largest magnitude / 448, statically by the table, or not at all: then
 they stay float32, as do those that the table keeps.
 int8: the same layers but the head W8A8, each token's input scaled by its largest magnitude / 127. Where the table
-smooths an input, its columns are multiplied by factors first, which the weight was divided by before it was rounded.
+smooths an input, its columns are multiplied by factors first, which the weight was divided by before it was rounded;
+inputs of experts are not smoothed.
 int4: of the same layers but the head the weights alone, in groups of 128 columns with a scale and a zero point a row;
 inputs stay float32. What the table did not round is rounded to nearest by the range of each group.
 A checkpoint that is quantized already keeps its own numbers and scales, also where the model reads several of its
@@ -97,9 +98,7 @@ class Precision:
 
 
 def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
-    """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name, and
-    for experts at int8.
-    """
+    """Stores weights as the precision says. Raises UnsupportedError for an FP8 layer that the table does not name."""
     view, edit = View(graph), Edit(graph)
     notes = _summary(precision) + (precision.own.notes(precision.name) if precision.own else [])
     if precision.name == "fp32":
@@ -265,12 +264,7 @@ class _Input:
 def _quantized(view: View, edit: Edit, node: Node, made: Sequence[Node], x: _Input) -> Node:
     """The node with a weight and its scales, `made` as parameters."""
     attrs: dict[str, object] = vars(node.attrs) | {"x_per_token": x.per_token, "x_scale": x.scale}
-    if made[0].type.dtype == "i8":
-        if node.op != "linear":
-            raise UnsupportedError(
-                f"{node.op} @{node.path}: INT8 weights of experts are not supported; build with --fp8, --int4 or "
-                "--dtype bf16"
-            )
+    if made[0].type.dtype == "i8" and node.op == "linear":
         attrs["x_factors"] = x.factors is not None
         made = [*made, x.factors] if x.factors else made
     at = _WEIGHT[node.op]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.artifacts.types import INT4_GROUP, NUMPY_DTYPES, TensorType
-from llmc.plugins.linear import dequantize, groups, quantize_x
+from llmc.plugins.linear import check_int8_weight, dequantize, groups, quantize_x, quantize_x_int8
 from llmc.plugins.operator import Operator, StepContext
 from llmc.plugins.pointwise import evaluate, used_inputs
 
@@ -20,7 +20,7 @@ from llmc.plugins.pointwise import evaluate, used_inputs
 @dataclass(frozen=True)
 class Attrs:
     """E4M3 weights with `x_scale` (static), `x_per_token` (each row's largest magnitude / 448), or neither, where x may
-    be E4M3: see linear.
+    be E4M3; INT8 weights with one of the two (/ 127): see linear.
 
     `expr`: a formula as `pointwise` has it, of the result i0; with `gated` the weight of an expert holds N/2 gate rows,
     then N/2 up rows, and the formula is of gate i0 and up i1. `combine`: the results of a token, times its weights, are
@@ -52,17 +52,18 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     ):
         raise ValueError(f"inputs are {', '.join(map(str, types))}; expected x, index i32[T,k] and w [E,N,K] first")
     x, index, w = types[:3]
-    if w.dtype not in ("f32", "bf16", "f8e4m3", "u4") or not all(isinstance(d, int) and d > 0 for d in w.shape):
-        raise ValueError(f"the weight is {w}; expected f32, bf16, f8e4m3 or u4 of known size")
+    if w.dtype not in ("f32", "bf16", "f8e4m3", "i8", "u4") or not all(isinstance(d, int) and d > 0 for d in w.shape):
+        raise ValueError(f"the weight is {w}; expected f32, bf16, f8e4m3, i8 or u4 of known size")
     if x.shape not in ((index.shape[0], w.shape[2]), (*index.shape, w.shape[2])):
         raise ValueError(f"{x} does not go with index {index} and weight {w}")
-    quantized = w.dtype == "f8e4m3"
+    quantized = w.dtype in ("f8e4m3", "i8")
     if (attrs.x_scale is not None) + attrs.x_per_token > quantized:
         raise ValueError(
-            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3"
+            f"x_scale={attrs.x_scale} and x_per_token={attrs.x_per_token}: at most one, and only for f8e4m3 and i8"
         )
+    check_int8_weight(w, attrs.x_scale is not None or attrs.x_per_token)
     rounded = x.dtype == "f8e4m3"
-    if rounded and (not quantized or attrs.x_scale is not None or attrs.x_per_token):
+    if rounded and (w.dtype != "f8e4m3" or attrs.x_scale is not None or attrs.x_per_token):
         raise ValueError(f"{x} times {w}: x may be f8e4m3 beside a weight that is, and is not rounded again")
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
@@ -96,7 +97,7 @@ def _result(attrs: Attrs, index: TensorType, w: TensorType) -> TensorType:
 
 
 def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Products are accumulated in float32, one expert after the other; weighted sums in float64."""
+    """Products are accumulated in float32 (of INT8 exactly), one expert after the other; weighted sums in float64."""
     x, index, w, *rest = inputs
     tokens, slots = index.shape
     rows = np.repeat(x, slots, axis=0) if x.ndim == 2 else x.reshape(tokens * slots, -1)
@@ -109,13 +110,17 @@ def reference(context: StepContext, attrs: Attrs, inputs: Sequence[np.ndarray]) 
         if attrs.x_per_token or attrs.x_scale is not None:
             rows, x_scale = quantize_x(rows, attrs.x_scale)
         scale = rest.pop(0)
+    exact: type[np.floating] = np.float32
+    if w.dtype == NUMPY_DTYPES["i8"]:
+        rows, x_scale = quantize_x_int8(rows, attrs.x_scale)
+        scale, exact = rest.pop(0), np.float64  # which holds sums of whole numbers below 2^53
     if w.dtype == NUMPY_DTYPES["u4"]:
         w = dequantize(w, rest.pop(0), rest.pop(0), attrs.group_start)
     bias = rest.pop(0) if attrs.bias else None
     y = np.zeros((len(rows), w.shape[1]), np.float32)
     for expert in np.unique(index):
         own = index.reshape(-1) == expert
-        y[own] = rows[own].astype(np.float32) @ w[expert].astype(np.float32).T
+        y[own] = rows[own].astype(exact) @ w[expert].astype(exact).T
         if scale is not None:
             y[own] *= x_scale[own] * scale[expert]
         if bias is not None:

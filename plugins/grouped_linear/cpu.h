@@ -79,7 +79,10 @@ struct Kernel : Columns<F, X> {
           const int pair = order[top + r];
           const float* row = x + pair / slots * x_token + pair % slots * x_slot;
           const float scale = prepare(row, k, to + int64_t(top) * width() + r, size);
-          factors[top + r] = X::kScaled ? scale * kXFactorRest : scale;
+          if constexpr (X::kScaled)
+            factors[top + r] = scale * X::kRest;
+          else
+            factors[top + r] = scale;
         }
       }
     }
@@ -147,12 +150,12 @@ struct Kernel : Columns<F, X> {
       const int pair = order[top + r];
       const float* sums = acc + r * kPanel;
       groups(p, half, [&](int column, int at, int width) {
-        const Lanes value = result(e, column, sums + at, scales[top + r], width);
+        const Lanes value = result(e, column, sums, at, scales[top + r], width);
         if constexpr (Combine) {
           float* to = y + int64_t(pair / slots) * n + column;
           fn::store(to, load(to, width) + splat(weights[pair]) * Formula::f(value), width);
         } else if constexpr (Gated) {
-          const Lanes up = result(e, columns() + column, sums + kPanel / 2 + at, scales[top + r], width);
+          const Lanes up = result(e, columns() + column, sums, kPanel / 2 + at, scales[top + r], width);
           fn::store(y + int64_t(pair) * columns() + column, Formula::f(value, up), width);
         } else {
           fn::store(y + int64_t(pair) * columns() + column, Formula::f(value), width);
@@ -161,8 +164,8 @@ struct Kernel : Columns<F, X> {
     }
   }
 
-  Lanes result(int e, int output, const float* sums, float x_scale, int width) const {
-    Lanes v = load(sums);
+  Lanes result(int e, int output, const float* sums, int place, float x_scale, int width) const {
+    Lanes v = F::Sums::value(sums, place);
     const int64_t at = int64_t(e) * n + output;
     if (X::kScaled) v = v * (splat(x_scale) * load(w_scale + at, width));
     return Bias ? v + load(bias + at, width) : v;

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
 from llmc.plugins.grouped_linear import Attrs
-from llmc.plugins.linear import groups
-from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS, input_kind, int4_weight
+from llmc.plugins.linear.cpu import FORMATS, THREAD_FLOATS, int4_weight, prepared_input
 from llmc.plugins.pointwise.cpu import formula_struct
 
 
@@ -24,14 +23,11 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     experts, n, k = (int(d) for d in w.shape)
     slots = int(index.shape[1])
     most = env.bounds(index.shape[0])[1]
-    quantized = w.dtype == "f8e4m3"
-    kind, x_prepared = input_kind(attrs.x_scale, attrs.x_per_token, quantized)
+    kind, x_prepared, width = prepared_input(w, attrs.x_scale, attrs.x_per_token, attrs.group_start)
     weight: Arg = Pointer("in", 2)
-    width, packed = k, [2]
+    packed = [2]
     if w.dtype == "u4":
-        kind, x_prepared = "Grouped", f"llmc::lin::Grouped{{{attrs.group_start}}}"
         weight, packed = int4_weight(2, attrs.group_start), [2, 3, 4]
-        width += groups(k, attrs.group_start)
     struct, prelude = formula_struct(attrs.expr, 1 + attrs.gated)
     flags = ", ".join("true" if f else "false" for f in (attrs.gated, attrs.bias, attrs.combine, attrs.all_reduce))
     null = Literal("nullptr")
@@ -42,9 +38,9 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         RowStride("in", 0) if one_row else Product((slots, k)),
         Literal("0" if one_row else str(k)),
         Pointer("in", 1),
-        Literal(x_prepared),
+        x_prepared,
         weight,
-        Pointer("in", 3) if quantized else null,
+        Pointer("in", 3) if w.dtype in ("f8e4m3", "i8") else null,
         Pointer("in", len(inputs) - 1 - attrs.combine) if attrs.bias else null,
         Pointer("in", len(inputs) - 1) if attrs.combine else null,
         Pointer("out", 0),

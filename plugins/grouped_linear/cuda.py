@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import Arg, Collective, CudaCall, CudaEnv, Product, Temporary
@@ -25,8 +26,12 @@ _BLOCK = 1024
 def launch(
     attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: CudaEnv
 ) -> tuple[CudaCall | Collective, ...]:
-    """Inputs as in `infer`."""
+    """Inputs as in `infer`. Raises UnsupportedError for INT8 weights."""
     w = inputs[2]
+    if w.dtype == "i8":
+        raise UnsupportedError(
+            "INT8 weights of experts are for cpu targets alone; build with --fp8, --int4 or --dtype bf16"
+        )
     if w.dtype == "f8e4m3" and (attrs.x_per_token or attrs.x_scale is not None):
         raise ValueError("an x that is rounded to FP8 on the way: split_quantize makes that an operator of its own")
     calls: list[CudaCall | Collective] = [_route(inputs), _products(attrs, inputs, outputs, env)]

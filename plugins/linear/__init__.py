@@ -64,7 +64,9 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     rounded = x.dtype == "f8e4m3"
     if rounded and (w.dtype != "f8e4m3" or attrs.x_scale is not None or attrs.x_per_token):
         raise ValueError(f"{x} times {w}: x may be f8e4m3 beside a weight that is, and is not rounded again")
-    _check_int8(attrs, w)
+    check_int8_weight(w, attrs.x_scale is not None or attrs.x_per_token)
+    if attrs.x_factors and w.dtype != "i8":
+        raise ValueError(f"x_factors beside {w}: only for i8")
     if attrs.x_scale is not None and not 0 < np.float32(attrs.x_scale) < np.inf:
         raise ValueError(f"x_scale={attrs.x_scale} is not a positive float32")
     if attrs.epilogue not in EPILOGUES:
@@ -90,15 +92,13 @@ def infer(attrs: Attrs, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
     return (TensorType("f32", (x.shape[0], size)),)
 
 
-def _check_int8(attrs: Attrs, w: TensorType) -> None:
-    """Raises ValueError for what an INT8 weight must have and lacks, or only it may have and another has."""
+def check_int8_weight(w: TensorType, x_rounded: bool) -> None:
+    """Raises ValueError where w [...,K] is INT8 and x stays as it is, or K is too large for exact sums."""
     if w.dtype != "i8":
-        if attrs.x_factors:
-            raise ValueError(f"x_factors beside {w}: only for i8")
         return
-    if attrs.x_scale is None and not attrs.x_per_token:
+    if not x_rounded:
         raise ValueError("beside an i8 weight x is rounded: x_scale or x_per_token is missing")
-    if int(w.shape[1]) > INT8_COLUMNS:
+    if int(w.shape[-1]) > INT8_COLUMNS:
         raise ValueError(f"the weight is {w}: sums of more than {INT8_COLUMNS} products could leave 32 bits")
 
 

@@ -36,18 +36,21 @@ def _number(scale: float | None) -> str:
     return "" if scale is None else f"{float(np.float32(scale)).hex()}f"
 
 
-def _input(attrs: Attrs, w: TensorType) -> tuple[str, Arg, int]:
-    """What becomes of x: a type of quantize.h, int8.h or int4.h, a value of it, and words of a prepared row."""
-    k = int(w.shape[1])
+def prepared_input(
+    w: TensorType, x_scale: float | None, per_token: bool, group_start: int, factors: Pointer | None = None
+) -> tuple[str, Arg, int]:
+    """What becomes of x beside w [...,K]: a type of quantize.h, int8.h or int4.h, a value of it, words of a row of
+    it. `factors`: of its columns, beside an INT8 weight.
+    """
+    k = int(w.shape[-1])
     if w.dtype == "u4":
-        return "Grouped", Literal(f"llmc::lin::Grouped{{{attrs.group_start}}}"), k + groups(k, attrs.group_start)
+        return "Grouped", Literal(f"llmc::lin::Grouped{{{group_start}}}"), k + groups(k, group_start)
     if w.dtype == "i8":
-        scale = "Int8Static" if attrs.x_scale is not None else "Int8PerToken"
-        factors = Pointer("in", FACTORS) if attrs.x_factors else Literal("nullptr")
-        value = Literal(f"llmc::lin::{scale}{{{_number(attrs.x_scale)}}}")
+        scale = "Int8Static" if x_scale is not None else "Int8PerToken"
+        value = Literal(f"llmc::lin::{scale}{{{_number(x_scale)}}}")
         kind = f"Int8Input<llmc::lin::{scale}>"
-        return kind, Call(f"llmc::lin::{kind}", (factors, value)), -(-k // 2)
-    kind, prepared = input_kind(attrs.x_scale, attrs.x_per_token, w.dtype == "f8e4m3")
+        return kind, Call(f"llmc::lin::{kind}", (factors or Literal("nullptr"), value)), -(-k // 2)
+    kind, prepared = input_kind(x_scale, per_token, w.dtype == "f8e4m3")
     return kind, Literal(prepared), k
 
 
@@ -60,7 +63,8 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     least, most = env.bounds(x.shape[0])
     quantized, grouped = w.dtype in ("f8e4m3", "i8"), w.dtype == "u4"
     act, gate, _ = attrs.epilogue.partition("_gate")
-    kind, x_prepared, width = _input(attrs, w)
+    factors = Pointer("in", FACTORS) if attrs.x_factors else None
+    kind, x_prepared, width = prepared_input(w, attrs.x_scale, attrs.x_per_token, attrs.group_start, factors)
     flags = ", ".join("true" if f else "false" for f in (bool(gate), attrs.bias, attrs.all_reduce))
     null = Literal("nullptr")
     weight = int4_weight(1, attrs.group_start) if grouped else Pointer("in", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,8 @@ def model(family: str) -> Any:
 def cosines(tmp_path: Path, family: str, **options: Any) -> tuple[np.ndarray, bool]:
     """Of the logits of prompt and greedy tokens, and whether the tokens are those of Hugging Face."""
     save_tiny(tmp_path / "model", model(family))
-    llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=SMALL, evaluate=False, **options)
+    options = {"evaluate": "gate" in options, **options}
+    llmc.build(tmp_path / "model", tmp_path / "engine.plan", profile=SMALL, **options)
     with Probe(tmp_path / "engine.plan") as probe:
         (tokens,) = probe.greedy([PROMPT], DECODED)
         have = probe.logits(PROMPT + tokens).astype(np.float64)
@@ -58,3 +60,16 @@ def test_int4_experts_are_near_hugging_face(tmp_path: Path) -> None:
     assert re.search(r"stored\('model\.layers\.0\.[a-z.]*experts\.down_proj\.weight_zero'", graph)
     assert re.search(r"grouped_linear\(.*group_start=[1-9]", graph)
     assert cosine.min() >= 0.9
+
+
+def test_int8_experts_pass_the_gate_and_are_near_hugging_face(tmp_path: Path) -> None:
+    loose = "top1=0.5,greedy=0.5"  # of random weights, whose best token changes easily
+    cosine, _ = cosines(tmp_path, "mixtral", precision="int8", tp=2, gate=loose, eval_windows=2, eval_length=48)
+    plan = Plan.open(tmp_path / "engine.plan")
+    graph = bytes(plan.section("graph/rank1.ir")).decode()
+    assert graph.count("grouped_linear(") == 4
+    assert re.search(r"stored\('model\.layers\.0\.[a-z.]*experts\.down_proj\.weight', 'i8'\)", graph)
+    quality = json.loads(bytes(plan.section("quality.json")))
+    assert quality["verdict"] == "passed"
+    assert 1e-7 < quality["kl"] < 0.01
+    assert cosine.min() >= 0.98

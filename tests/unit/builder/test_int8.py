@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile, Smoothing
-from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import INT8_MAX
 from llmc.builder.passes.quantize import Precision, quantize
 from llmc.builder.pipeline import CompileOptions, run
@@ -100,7 +99,7 @@ def test_the_table_says_what_is_smoothed_and_what_stays_bf16() -> None:
     assert {str(t.dtype) for t in after.types().values()} == {"f32", "bf16", "i32"}
 
 
-def test_experts_are_refused_by_name() -> None:
+def test_experts_get_numbers_and_scales_and_no_factors() -> None:
     before = graph_of("""
         %e: f32[64,16] = param() {recipe="load('embed')"}
         %w: f32[4,16,16] = param() {recipe="load('experts')"}
@@ -108,8 +107,13 @@ def test_experts_are_refused_by_name() -> None:
         %x: f32[T,16] = embedding(%ids, %e) @embed
         %y: f32[T,2,16] = grouped_linear(%x, %i, %w) {bias=False} @layers.0.experts
         return %y""")
-    with pytest.raises(UnsupportedError, match=r"grouped_linear @layers\.0\.experts: INT8 .* --dtype bf16"):
-        quantize(before, Precision("int8"))
+    after, _ = quantize(before, Precision("int8"))
+    (node,) = (node for node in after if node.op == "grouped_linear")
+    types = after.types()
+    assert [str(types[name]) for name in node.inputs] == ["f32[T,16]", "i32[T,2]", "i8[4,16,16]", "f32[4,16]"]
+    assert node.attrs.x_per_token
+    recipes = [after.producers()[name].attrs.recipe for name in node.inputs[2:]]
+    assert recipes == ["int8(load('experts'), int8_scale(load('experts')))", "int8_scale(load('experts'))"]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])

@@ -142,7 +142,7 @@ def test_experts_that_are_read_one_by_one_are_rounded_alike(
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize(("precision", "activations"), [("fp8", "static"), ("int4", "none")])
+@pytest.mark.parametrize(("precision", "activations"), [("fp8", "static"), ("int8", "token"), ("int4", "none")])
 def test_a_plan_takes_the_experts_from_the_table(
     folder: Path, tmp_path: Path, precision: str, activations: str
 ) -> None:
@@ -160,5 +160,6 @@ def test_a_plan_takes_the_experts_from_the_table(
     assert "stored('model.layers.0.mlp.experts.gate_up_proj.weight'" in graph
     assert "fp8(" not in graph
     assert "int4(" not in graph
+    assert "int8(" not in graph
     notes = next(report.notes for report in plan.manifest.build.passes if report.name == "quantize")
     assert not any("rounded to nearest" in note for note in notes)

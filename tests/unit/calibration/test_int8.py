@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from llmc.artifacts.calibration import read_table
-from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.checkpoint import Checkpoint, open_checkpoint
 from llmc.builder.reference import load_reference
 from llmc.builder.weights.int8 import int8_scale, quantize_int8
@@ -87,10 +86,24 @@ def test_an_input_without_outliers_stays_as_it_is(smoother: Smoother) -> None:
     assert smoother.search(x, [weight]) is None
 
 
-def test_experts_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "tiny", random_model(tiny_config("mixtral")))
-    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\..*experts: INT8 weights of experts .* --dtype bf16"):
-        calibrate(open_checkpoint(tmp_path / "tiny"), CalibrationOptions.of("int8"), tmp_path / "t.json")
+def test_experts_are_rounded_and_what_they_read_is_not_smoothed(tmp_path: Path) -> None:
+    model = random_model(tiny_config("mixtral"))
+    save_tiny(tmp_path / "tiny", model)
+    options = dataclasses.replace(CalibrationOptions.of("int8"), samples=2, tokens=32, budget=1.0)
+    table = calibrate(open_checkpoint(tmp_path / "tiny"), options, tmp_path / "t.json")
+    rounded, stacks = RoundedWeights.open(table), {path for path in table.tensors if ".experts." in path}
+    assert len(stacks) == 2 * model.config.num_hidden_layers
+    for path in stacks:
+        choice, (numbers, scale) = table.tensors[path].choice, map(rounded.read, (weight_name(path), scale_name(path)))
+        assert (str(numbers.dtype), numbers.ndim, scale.shape) == ("int8", 3, numbers.shape[:2])
+        weight = model.get_parameter(path).detach().numpy()
+        off = np.linalg.norm(numbers * scale[..., None] - weight) / np.linalg.norm(weight)
+        assert choice is not None
+        assert off == pytest.approx(choice.error, rel=1e-3)
+        assert off < 0.03
+    smoothed = {path for path, entry in table.tensors.items() if entry.choice and entry.choice.smoothing}
+    assert smoothed
+    assert all(".self_attn." in path for path in smoothed)
 
 
 def test_a_table_of_int8_reads_back_and_its_weights_are_near(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmc.artifacts.errors import UnsupportedError
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cuda.call import Collective
 from llmc.plugins.grouped_linear import OPERATOR, Attrs
@@ -89,6 +92,13 @@ def test_padded_rows_are_of_no_expert() -> None:
     (found,) = execute(OPERATOR, attrs, types, arrays, step, env)
     np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
     assert launches(OPERATOR, attrs, types, env)[-1] == Collective(0)
+
+
+def test_int8_is_refused_with_a_remedy() -> None:
+    types, _ = operands(Attrs(x_per_token=True), "f8e4m3", 1, 8, 8, 0)
+    types[2] = dataclasses.replace(types[2], dtype="i8")
+    with pytest.raises(UnsupportedError, match="INT8 weights of experts are for cpu targets alone; build with --fp8"):
+        launches(OPERATOR, Attrs(x_per_token=True), types, env_of(plain_step(1), True))
 
 
 def test_what_is_rounded_on_the_way_is_an_operator_of_its_own() -> None:

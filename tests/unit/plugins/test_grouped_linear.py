@@ -51,7 +51,7 @@ class Case:
 
     def types(self) -> list[TensorType]:
         x = ("T", self.slots, self.k) if self.per_slot else ("T", self.k)
-        vectors = (self.dtype == "f8e4m3") + self.values.bias
+        vectors = (self.dtype in ("f8e4m3", "i8")) + self.values.bias
         by_group = (self.experts, self.n, groups(self.k, self.values.group_start))
         return [
             TensorType("f32", x),
@@ -76,6 +76,9 @@ CASES = [
     Case(70, 64, 6, 2, "f8e4m3", True, {"combine": True, "bias": True}),
     Case(70, 64, 6, 2, "f8e4m3", True, {"x_per_token": True, "combine": True, "bias": True}),
     Case(300, 130, 3, 2, "f8e4m3", True, {"x_scale": 0.02, "combine": True}),
+    Case(300, 2 * 70, 5, 2, "i8", attrs={"x_per_token": True, "gated": True, "bias": True, "expr": SWIGLU}),
+    Case(71, 64, 6, 2, "i8", True, {"x_per_token": True, "combine": True}),
+    Case(70, 72, 4, 3, "i8", attrs={"x_scale": 0.02, "expr": "square(relu(i0))"}),
     Case(300, 2 * 45, 5, 2, "u4", attrs={"gated": True, "expr": SWIGLU}),
     Case(70, 96, 4, 3, "u4", attrs={"bias": True, "expr": "square(relu(i0))"}),
     Case(200, 72, 7, 2, "u4", True, {"combine": True, "bias": True, "group_start": 100}),
@@ -101,11 +104,13 @@ def weights(case: Case) -> tuple[list[np.ndarray], list[np.ndarray], list[np.nda
             (rng.random(scale) / np.sqrt(case.k) / 4).astype(np.float16),
             rng.integers(0, 16, zero).astype(NUMPY_DTYPES["u4"]),
         ]
+    elif case.dtype == "i8":
+        w = [rng.integers(-127, 128, shape).astype(np.int8)]
     else:
         w = [(rng.standard_normal(shape) / np.sqrt(case.k)).astype(NUMPY_DTYPES[case.dtype])]
     packing = case.call().packing
     packed = [aligned(apply(parse(packing[2 + i].format("load('w')")), [part])) for i, part in enumerate(w)]
-    vectors = (case.dtype == "f8e4m3") + case.values.bias
+    vectors = (case.dtype in ("f8e4m3", "i8")) + case.values.bias
     return w, packed, [aligned(rng.random((case.experts, case.n), np.float32) - 0.3) for _ in range(vectors)]
 
 
@@ -204,7 +209,8 @@ def test_sums_over_ranks(tokens: int) -> None:
         ({}, ["f32[T,8]", "i32[T,2]", "f32[4,6,9]"], "does not go with index"),
         ({}, ["f32[T,3,8]", "i32[T,2]", "f32[4,6,8]"], "does not go with index"),
         ({}, ["f32[T,8]", "f32[T,2]", "f32[4,6,8]"], "expected x, index i32\\[T,k\\] and w"),
-        ({"x_scale": 1.0}, ["f32[T,8]", "i32[T,2]", "f32[4,6,8]"], "at most one, and only for f8e4m3"),
+        ({"x_scale": 1.0}, ["f32[T,8]", "i32[T,2]", "f32[4,6,8]"], "at most one, and only for f8e4m3 and i8"),
+        ({}, ["f32[T,8]", "i32[T,2]", "i8[4,6,8]", "f32[4,6]"], "beside an i8 weight x is rounded"),
         ({"x_scale": 1e-46}, ["f32[T,8]", "i32[T,2]", "f8e4m3[4,6,8]", "f32[4,6]"], "not a positive float32"),
         ({"gated": True, "expr": "mul(i0, i1)"}, ["f32[T,8]", "i32[T,2]", "f32[4,5,8]"], "an even number of rows"),
         ({"gated": True}, ["f32[T,8]", "i32[T,2]", "f32[4,6,8]"], "does not read exactly i0 and i1"),
