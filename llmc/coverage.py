@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, LlmcError, UsageError
+from llmc.builder.cpu.cache import default_folder
 
 RECORD = Path(__file__).with_name("models.json")
 
@@ -176,7 +177,7 @@ def _checked(model: Any, folder: Path, model_type: str) -> Coverage:
 
     plan = folder / "engine.plan"
     checkpoint = open_checkpoint(save_tiny(folder / "model", model))
-    options = BuildOptions(precision="fp32", profile=_profile(folder), cxx=_quick_compiler(folder))
+    options = BuildOptions(precision="fp32", profile=_profile(folder), cxx=_quick_compiler())
     report = compile_plan(checkpoint, options, None, plan, Progress())
     prompts = [[5 + (17 * n + 37 * i) % 290 for i in range(length)] for n, length in enumerate(LENGTHS)]
     answers = decode_together(plan, prompts, DECODED)
@@ -207,11 +208,17 @@ def _profile(folder: Path) -> str:
     return str(path)
 
 
-def _quick_compiler(folder: Path) -> str:
-    """g++ that does not optimise: kernels have tests of their own, here it is the graph that is checked."""
-    path = folder / "g++"
-    path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
-    path.chmod(0o755)
+def _quick_compiler() -> str:
+    """g++ that does not optimise: kernels have tests of their own, here it is the graph that is checked. It stands at
+    one place, by which the cache knows its objects from those of other builds, and what all models share is compiled
+    once.
+    """
+    folder = default_folder("compiler")
+    path, aside = folder / "g++", folder / f"g++.{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    aside.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+    aside.chmod(0o755)
+    aside.replace(path)  # other checks may run it at this moment
     return str(path)
 
 

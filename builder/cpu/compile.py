@@ -227,8 +227,10 @@ class Compiler:
         return (folder / "code.so").read_bytes()
 
     def _key(self, name: str, files: Mapping[str, str]) -> str:
-        """Over the compiler, the flags, the unit's text, and every header that it includes, however far down."""
-        parts = [self.toolchain.version, *self.flags]
+        """Over the compiler, the flags, the unit's text, and every header that it includes, however far down. The
+        compiler's path too: a script that calls g++ with flags of its own says that it is the same version.
+        """
+        parts = [self.toolchain.path, self.toolchain.version, *self.flags]
         wanted, seen = [name], set()
         while wanted:
             file = wanted.pop()

@@ -112,7 +112,7 @@ def test_progress_counts_every_unit(sources, code: list[bytes], toolchain: Toolc
     assert counts == sorted(counts)
 
 
-@pytest.mark.parametrize("change", ["flags", "version", "header", "text"])
+@pytest.mark.parametrize("change", ["flags", "version", "path", "header", "text"])
 def test_the_cache_key_covers_everything(change: str, sources, toolchain: Toolchain) -> None:
     compiler, files = Compiler(toolchain, TARGET), dict(sources[0])
     before = compiler._key("step_0.cpp", files)
@@ -120,6 +120,8 @@ def test_the_cache_key_covers_everything(change: str, sources, toolchain: Toolch
         compiler = Compiler(toolchain, load_target("cpu:x86-64-v4"))
     elif change == "version":
         compiler = Compiler(Toolchain(toolchain.path, "g++ 99.1"), TARGET)
+    elif change == "path":  # a script that calls g++ with other flags says the same version
+        compiler = Compiler(Toolchain("/elsewhere/g++", toolchain.version), TARGET)
     elif change == "header":
         files["engine.h"] += "\n"
     else:
