@@ -15,6 +15,16 @@ constexpr int kLanes = 16;
 #else
 #define LLMC_WIDE 0
 #endif
+#if LLMC_WIDE && defined(__AVX512BF16__)
+#define LLMC_BF16 1
+#else
+#define LLMC_BF16 0
+#endif
+#if LLMC_BF16 && defined(__AMX_BF16__)
+#define LLMC_TILES 1
+#else
+#define LLMC_TILES 0
+#endif
 
 struct bf16 {
   uint16_t bits;

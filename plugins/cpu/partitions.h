@@ -22,6 +22,24 @@ namespace llmc {
 constexpr int kPartition = 256;
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // the score of a key that is not seen
 
+// How products of R rows and N vectors are summed: each in one chain (kernels with another order say which).
+struct OneChain {
+  struct Rounding {};
+  static void copy(const float* from, int count, float* to) {
+    if (from != to) std::copy_n(from, count, to);
+  }
+  template <int R, int N>
+  struct Sums {
+    Lanes total[R][N];
+    Sums() {
+      for (auto& row : total)
+        for (auto& sum : row) sum = splat(0);
+    }
+    Lanes (&at(int))[R][N] { return total; }
+    void close(int) {}
+  };
+};
+
 // Rows of partial results: VALUES weighted sums, up to whole vectors, then the largest score and the sum of weights.
 template <int VALUES>
 struct Partial {

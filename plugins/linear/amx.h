@@ -1,15 +1,9 @@
-// Products of bf16 in AMX's tiles: sixteen rows of x times sixteen outputs, 32 columns at a time, for every number of rows.
-//
-// tdpbf16ps adds the products of a tile's even columns in order, those of its odd ones likewise, both from zero, then the
-// two sums, and that to the output: another order than vdpbf16ps's, so one row goes through the same instruction as many,
-// and a row's results do not depend on the others. Subnormals are zeros. Products and order: Intel's manual, TDPBF16PS.
-//
-// x lies as tiles of pairs do: sixteen pairs of each of sixteen rows, then the next sixteen pairs. Weights are decoded a piece
-// of 32 outputs at a time (tiles.h), which is how the second operand wants them: a row for each pair of columns, a word for
-// each output.
+// linear in AMX's tiles (plugins/cpu/amx_tiles.h), for every number of rows: one row goes through the same instruction as
+// many, so its results do not depend on the others. Weights are decoded a piece of 32 outputs at a time (tiles.h).
 #pragma once
 #include <algorithm>
 
+#include "plugins/cpu/amx_tiles.h"
 #include "plugins/linear/bf16_dot.h"
 #include "plugins/linear/tiles.h"
 
@@ -17,50 +11,9 @@
 
 namespace llmc::lin {
 
-constexpr int kTileRows = 16;   // of x, and steps (pairs of columns) of a weight
-constexpr int kBlockRows = 32;  // rows of x that meet a piece at once, in four tiles of sums
-constexpr int kTileBytes = 64;  // of a tile's row
-constexpr int kTileWords = kTileRows * kTileRows;
-constexpr int kTileSums = 4 * kTileWords;  // of sixteen rows and a panel: a tile after the other
-static_assert(kPiece == 2 * kTileRows && kBlock % kTileRows == 0);
+using namespace amx;
 
-// What a thread's tile registers are shaped for.
-class TileShapes {
- public:
-  // Sums of up to sixteen rows and a panel in 0-3, their x in 4, weights in 5-7.
-  void set_panel(int rows) { set(rows, rows, kTileRows); }
-  // Sums of rows 0..15 and a piece in 0 and 1, of the other rows in 2 and 3, their x in 4 and 5, weights in 6 and 7.
-  void set_piece(int rows) {
-    const int upper = std::max(rows - kTileRows, 1);
-    set(std::min(rows, kTileRows), upper, upper);
-  }
-  ~TileShapes() {
-    if (shape_) _tile_release();  // the system saves less of a thread whose tiles are free
-  }
-
- private:
-  struct alignas(64) Config {  // Intel's manual, palette 1
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
-  static_assert(sizeof(Config) == 64);
-  int shape_ = 0;
-
-  void set(int lower, int upper, int fifth) {
-    const int shape = lower | upper << 8 | fifth << 16;
-    if (shape == shape_) return;
-    shape_ = shape;
-    Config config;
-    for (int tile : {0, 1, 4}) config.rows[tile] = uint8_t(lower);
-    for (int tile : {2, 3}) config.rows[tile] = uint8_t(upper);
-    config.rows[5] = uint8_t(fifth);
-    for (int tile : {6, 7}) config.rows[tile] = kTileRows;
-    for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64;
-    __asm__ volatile("" ::"r"(&config) : "memory");  // g++ 12 believes that only the first eight bytes are read
-    _tile_loadconfig(&config);
-  }
-};
+static_assert(lin::kPiece == amx::kPiece && kBlock % kSide == 0);
 
 // How weights of a format become a tile's words, two vectors of a piece at a time, and where outputs are among the sums.
 template <class F>
@@ -125,55 +78,6 @@ struct TileWeights<InTiles<Fp8Pairs>> {
   static __m512i biased(__m512i digits) { return _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7)); }
 };
 
-// Some rows of x, at most sixteen, from some column on: a tile for every sixteen pairs.
-struct TileRows {
-  const float* x;
-  int rows;
-  const float* step(int at) const { return x + at * rows; }
-};
-
-// acc at one piece += x * weights for the rows of `lower` and, kTileSums behind, those of `upper`; `count` steps, a multiple
-// of 16; from zero where `first`. The fences: the compiler does not know that tile loads read memory.
-[[gnu::noinline]] inline void tile_block(TileShapes& shapes, const float* weights, int count, TileRows lower, TileRows upper,
-                                         float* acc, bool first) {
-  const bool both = upper.rows > 0;
-  float* below = acc + kTileSums;
-  shapes.set_piece(lower.rows + upper.rows);
-  __asm__ volatile("" ::: "memory");
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, acc, kTileBytes);
-    _tile_loadd(1, acc + kTileWords, kTileBytes);
-    if (both) {
-      _tile_loadd(2, below, kTileBytes);
-      _tile_loadd(3, below + kTileWords, kTileBytes);
-    }
-  }
-  for (int step = 0; step < count; step += kTileRows) {
-    _tile_loadd(4, lower.step(step), kTileBytes);
-    _tile_loadd(6, weights + step * kPiece, kTileBytes);
-    _tile_loadd(7, weights + step * kPiece + kTileWords, kTileBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (both) {
-      _tile_loadd(5, upper.step(step), kTileBytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, acc, kTileBytes);
-  _tile_stored(1, acc + kTileWords, kTileBytes);
-  if (both) {
-    _tile_stored(2, below, kTileBytes);
-    _tile_stored(3, below + kTileWords, kTileBytes);
-  }
-  __asm__ volatile("" ::: "memory");
-}
-
 // acc = x * panel for up to sixteen rows, `steps` a multiple of 16: while one run of sixteen steps is multiplied the next is
 // decoded, into the other half of `floats` (8 tiles), for a tile is loaded from the cache, not from what is being stored.
 template <class F>
@@ -181,7 +85,7 @@ template <class F>
   constexpr int half = 4 * kTileWords;
   shapes.set_panel(x.rows);
   const auto multiply = [&](int step) {
-    const float* tiles = floats + step / kTileRows % 2 * half;
+    const float* tiles = floats + step / kSide % 2 * half;
     __asm__ volatile("" ::: "memory");
     _tile_loadd(4, x.step(step), kTileBytes);
     _tile_loadd(5, tiles, kTileBytes);
@@ -198,9 +102,9 @@ template <class F>
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int step = 0; step < steps; step += kTileRows) {
-    float* to = floats + step / kTileRows % 2 * half;
-    for (int row = 0; row < kTileRows; ++row, w += F::kRow, to += kTileRows) {
+  for (int step = 0; step < steps; step += kSide) {
+    float* to = floats + step / kSide % 2 * half;
+    for (int row = 0; row < kSide; ++row, w += F::kRow, to += kSide) {
       prefetch<F>(w);
       unrolled<kPieces>([&](auto piece) {
         Vec low, high;
@@ -209,9 +113,9 @@ template <class F>
         vstore(to + (2 * piece + 1) * kTileWords, high);
       });
     }
-    if (step) multiply(step - kTileRows);
+    if (step) multiply(step - kSide);
   }
-  multiply(steps - kTileRows);
+  multiply(steps - kSide);
   _tile_stored(0, acc, kTileBytes);
   _tile_stored(1, acc + kTileWords, kTileBytes);
   _tile_stored(2, acc + 2 * kTileWords, kTileBytes);
@@ -229,22 +133,11 @@ struct TileKernel : Kernel {
     const int width = this->width();
     float* to = rows > 1 ? reinterpret_cast<float*>(this->c.scratch()) : own;
     const Share mine = rows > 1 ? share(rows, this->tid, this->c.threads) : Share{0, 1};
-    for (int64_t r = mine.first; r < mine.last; ++r) {
-      const TileRows tile = rows_at(to, 0, rows, r / kTileRows * kTileRows);
-      float* row = to + r / kTileRows * kTileRows * width + r % kTileRows * kTileRows;
-      const auto put = [=](int at, __m256i words) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at / kTileRows * kTileRows * tile.rows + at % kTileRows), words);
-      };
-      to[int64_t(rows) * width + r] = Kernel::factor(this->prepare.words(this->x + r * this->x_stride, this->k, put));
-    }
+    for (int64_t r = mine.first; r < mine.last; ++r)
+      to[int64_t(rows) * width + r] = Kernel::factor(this->prepare.each(
+          this->x + r * this->x_stride, this->k, [&](int i, Vec v) { put_row(to, width, rows, r, i, {v}); }));
     if (rows > 1) this->c.barrier(this->tid);
     return to;
-  }
-
-  // The sixteen rows of x[rows] from r on, or what is there of them, from step `at` on.
-  TileRows rows_at(const float* x, int at, int rows, int64_t r) const {
-    const int count = std::clamp<int>(rows - r, 0, kTileRows);
-    return {x + r * this->width() + int64_t(at) * count, count};
   }
 
   void run(int rows) const {
@@ -265,22 +158,22 @@ struct TileKernel : Kernel {
       multiply(shapes, this->panel(p), floats, packed_x + int64_t(from) * this->width(), to - from, acc);
       const typename Kernel::template DoneOf<TileWeights<F>> done(p, this->n, this->w_scale, this->bias);
       for (int r = 0; r < to - from; ++r)
-        done(acc + r / kTileRows * kTileSums + r % kTileRows * kTileRows, scales[from + r], this->y + (from + r) * this->y_stride, -1);
+        done(acc + r / kSide * kTileSums + r % kSide * kSide, scales[from + r], this->y + (from + r) * this->y_stride, -1);
     }
   }
 
   // Sums of all rows = x * panel, in blocks of k that are equally long.
   void multiply(TileShapes& shapes, typename F::Weight panel, float* floats, const float* x, int rows, float* acc) const {
     const int width = this->width(), blocks = (width + kBlock - 1) / kBlock;
-    if (rows <= kTileRows) return tile_panel<F>(shapes, panel, width, rows_at(x, 0, rows, 0), floats, acc);
-    const int most = ((width + blocks - 1) / blocks + kTileRows - 1) / kTileRows * kTileRows;
+    if (rows <= kSide) return tile_panel<F>(shapes, panel, width, tile_rows(x, width, rows, 0), floats, acc);
+    const int most = ((width + blocks - 1) / blocks + kSide - 1) / kSide * kSide;
     for (int at = 0, count; at < width; at += count, panel += int64_t(count) * F::kRow) {
       count = std::min(most, width - at);
       unrolled<kPieces>([&](auto piece) {
         decode<decltype(piece)::value>(panel, count, floats);
         for (int r = 0; r < rows; r += kBlockRows)
-          tile_block(shapes, floats, count, rows_at(x, at, rows, r), rows_at(x, at, rows, r + kTileRows),
-                     acc + r / kTileRows * kTileSums + piece * 2 * kTileWords, at == 0);
+          tile_block(shapes, floats, count, tile_rows(x, width, rows, r, at), tile_rows(x, width, rows, r + kSide, at),
+                     acc + r / kSide * kTileSums + piece * 2 * kTileWords, at == 0);
       });
     }
   }
@@ -291,8 +184,8 @@ struct TileKernel : Kernel {
   [[gnu::noinline]] static void decode(typename F::Weight w, int count, float* floats) {
     constexpr int ahead_bytes = F::kRow * sizeof(*w) / kPieces;
     const char* ahead = reinterpret_cast<const char*>(w + int64_t(count) * F::kRow) + Piece * int64_t(count) * ahead_bytes;
-    for (int step = 0; step < count; step += kTileRows, floats += kTileWords)
-      for (int row = 0; row < kTileRows; ++row, w += F::kRow, floats += kTileRows, ahead += ahead_bytes) {
+    for (int step = 0; step < count; step += kSide, floats += kTileWords)
+      for (int row = 0; row < kSide; ++row, w += F::kRow, floats += kSide, ahead += ahead_bytes) {
         Vec low, high;
         TileWeights<F>::template decode<Piece>(w, low, high);
         vstore(floats, low);

@@ -13,17 +13,6 @@
 #include "plugins/linear/formats.h"
 #include "plugins/linear/quantize.h"
 
-#if LLMC_WIDE && defined(__AVX512BF16__)
-#define LLMC_BF16 1
-#else
-#define LLMC_BF16 0
-#endif
-#if LLMC_BF16 && defined(__AMX_BF16__)
-#define LLMC_TILES 1
-#else
-#define LLMC_TILES 0
-#endif
-
 namespace llmc::lin {
 
 // The format whose K columns AMX tiles multiply.
@@ -119,22 +108,22 @@ struct PairInput {
   X input;
 
   float operator()(const float* x, int n, float* to, int step) const {
-    return words(x, n, [=](int at, __m256i eight) {
-      alignas(32) uint32_t each[8];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(each), eight);
-      for (int l = 0; l < 8 && at + l < n / 2; ++l) std::memcpy(to + int64_t(at + l) * step, each + l, 4);
+    return each(x, n, [=](int i, Vec v) {
+      alignas(32) uint32_t words[kWidth / 2];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(words), (__m256i)_mm512_cvtneps_pbh(v));
+      for (int l = 0; l < kWidth / 2 && i / 2 + l < n / 2; ++l) std::memcpy(to + int64_t(i / 2 + l) * step, words + l, 4);
     });
   }
 
-  // Calls put(number of the first, eight words), those behind the row zeros; returns the row's scale.
+  // Calls put(column, sixteen of them), zeros behind the row; returns the row's scale.
   template <class Put>
-  float words(const float* x, int n, const Put& put) const {
+  float each(const float* x, int n, const Put& put) const {
     float scale = 1;
     if constexpr (kQuantized) scale = input.scale_of(x, n);
     for (int i = 0; i < n; i += kWidth) {
       Vec v = part_of(x, i, n);
       if constexpr (kQuantized) v = vmul(quantize(v, vset(scale)), vset(1 / kXFactor));
-      put(i / 2, (__m256i)_mm512_cvtneps_pbh(v));
+      put(i, v);
     }
     return scale;
   }

@@ -1,12 +1,16 @@
 // Attention of a step's queries over the paged cache, for one layer. plugins/cpu/partitions.h has the order of arithmetic
 // and the division of work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a sink is joined last
 // of all.
+//
+// With AMX, over a cache of bf16, products are of bf16 (amx.h): a few rows in vectors, in the order of tiles, because memory
+// takes longer than the arithmetic; more in tiles. Both give the same bits.
 #pragma once
 #include <algorithm>
 #include <type_traits>
 
 #include "plugins/cpu/fp8.h"
 #include "plugins/cpu/partitions.h"
+#include "plugins/paged_attention/amx.h"
 #include "plugins/paged_attention/scoring.h"
 
 namespace llmc {
@@ -33,6 +37,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     alignas(64) float queries[kRows * D], scores[kRows * kPartition];
     alignas(64) float running[kRows * Rows::kStride], partial[kRows * Rows::kStride];
     queries_ = queries, scores_ = scores;
+    [[maybe_unused]] Tiled tiled;
+    tiled_ = &tiled;
     this->run_tiles(running, partial);
   }
 
@@ -45,12 +51,25 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     int begin() const { return first_key(position); }  // the first key that any query sees
   };
 
+  struct InFloats {};
+#if LLMC_TILES
+  static constexpr bool kTiled =
+      std::is_same_v<KV, bf16> && D % amx::kPiece == 0 && DV % amx::kPiece == 0 && kRows <= amx::kBlockRows;
+  using Tiled = std::conditional_t<kTiled, amx::TiledRows<kRows, D>, InFloats>;
+  using Order = std::conditional_t<kTiled, amx::PairOrder, OneChain>;
+#else
+  static constexpr bool kTiled = false;
+  using Tiled = InFloats;
+  using Order = OneChain;
+#endif
+
   using Base::c_;
   using Base::step_;
   const PagedInputs& in_;
   float* out_;
   const SCALES& scales_;
   float *queries_ = nullptr, *scores_ = nullptr;
+  Tiled* tiled_ = nullptr;
 
   // The first key that a query at a position sees; never before that of an earlier query.
   static int first_key(int position) {
@@ -97,9 +116,16 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     return total;
   }
 
+  static bool in_tiles(const Tile& t) { return kTiled && t.rows() > 4; }
+
   void load_queries(const Tile& t) const {
-    for (int i = 0; i < t.tokens; ++i)
-      std::copy_n(in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D, kGroup * D, queries_ + i * kGroup * D);
+    for (int i = 0; i < t.tokens; ++i) {
+      const float* from = in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D;
+      if constexpr (kTiled)
+        for (int head = 0; in_tiles(t) && head < kGroup; ++head)
+          tiled_->load_query(t.rows(), i * kGroup + head, from + head * D);
+      if (!in_tiles(t)) Order::copy(from, kGroup * D, queries_ + i * kGroup * D);
+    }
   }
 
   // ---- one partition ----
@@ -129,9 +155,8 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
 
   void unit(const Tile& t, int part, float* to) const {
     const Span s = span(t, part);
-    for_rows(t.rows(), [&](auto rows, int r) {
-      score_rows<decltype(rows)::value>(s, t.kv_head, queries_ + r * D, scores_ + r * kPartition, r == 0);
-    });
+    [[maybe_unused]] const typename Order::Rounding rounding;
+    score(s, t);
     for (int r = 0; r < t.rows(); ++r) {
       const int base = part * kPartition, position = t.position + r / kGroup;
       const int first = std::max(first_key(position) - base, 0), last = std::min(position - base + 1, kPartition);
@@ -139,6 +164,29 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
       const Score score(scale, in_.softcap, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position);
       softmax(s.first_group, s.end_group, first, last, score, scores_ + r * kPartition,
               to + r * Rows::kStride + Rows::kWidth);
+    }
+    weigh(s, t, to);
+  }
+
+  void score(const Span& s, const Tile& t) const {
+    if constexpr (kTiled)
+      if (in_tiles(t))
+        return tiled_->template score<BS>(
+            t.rows(), s.first_group, s.end_group, [&](int g) { return keys_at(s, t.kv_head, g * kLanes); }, scores_);
+    for_rows(t.rows(), [&](auto rows, int r) {
+      score_rows<decltype(rows)::value>(s, t.kv_head, queries_ + r * D, scores_ + r * kPartition, r == 0);
+    });
+  }
+
+  void weigh(const Span& s, const Tile& t, float* to) const {
+    if constexpr (kTiled)
+      if (in_tiles(t))
+        return tiled_->template weigh<DV>(
+            t.rows(), s.first_group, s.end, [&](int g) { return values_at(s, t.kv_head, g * kLanes); }, scores_, to,
+            Rows::kStride);
+    for (int r = 0; r < t.rows(); ++r) {
+      float* weights = scores_ + r * kPartition;
+      Order::copy(weights + s.first_group * kLanes, (s.end_group - s.first_group) * kLanes, weights + s.first_group * kLanes);
     }
     for_rows(t.rows(), [&](auto rows, int r) {
       value_rows<decltype(rows)::value>(s, t.kv_head, scores_ + r * kPartition, to + r * Rows::kStride, r == 0);
@@ -169,6 +217,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
 
   // Vectors beside R rows that the registers have room for.
   static constexpr int columns(int rows) {
+    if (kTiled) return rows > 2 ? 2 : rows > 1 ? 4 : 8;
     if (LLMC_WIDE) return rows > 4 ? 2 : rows > 1 ? 4 : 8;
     return rows > 2 ? 1 : rows > 1 ? 2 : 4;
   }
@@ -211,9 +260,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
       later[n] = after ? after : keys[n];
       values[n] = first ? values_at(s, kv_head, (group + n) * kLanes) : keys[n];
     }
-    Lanes acc[R][N];
-    for (auto& row : acc)
-      for (auto& a : row) a = splat(0);
+    typename Order::template Sums<R, N> sums;
     constexpr int step = D % 4 == 0 && 4 * BS * sizeof(KV) <= 64 ? 4 : D % 2 == 0 ? 2 : 1;  // a line of the cache
     constexpr int kEach = (lines(kLanes * DV) * step + D - 1) / D;
     for (int d = 0; d < D; d += step) {
@@ -223,10 +270,11 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
         for (int line = 0; line < kEach; ++line) fetch(values[n], d / step * kEach + line);
       }
       for (int e = d; e < d + step; ++e)
-        multiply<R, N>(acc, [&](int r) { return splat(q[r * D + e]); }, [&](int n) { return load(keys[n] + e * BS); });
+        multiply<R, N>(sums.at(e), [&](int r) { return splat(q[r * D + e]); }, [&](int n) { return load(keys[n] + e * BS); });
+      sums.close(d + step);
     }
     for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, acc[r][n]);
+      for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, sums.total[r][n]);
   }
 
   static int head_of(const Tile& t, int row) { return t.kv_head * kGroup + row % kGroup; }
@@ -257,9 +305,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   // Columns [column, column + 16 N) of R rows of weighted values; of the last vector only FILLED lanes exist.
   template <int R, int N, int FILLED>
   static void value_tile(const Span& s, int kv_head, const float* weights, int column, float* to, bool first_rows) {
-    Lanes acc[R][N];
-    for (auto& row : acc)
-      for (auto& a : row) a = splat(0);
+    typename Order::template Sums<R, N> sums;
     // The next partition's keys are fetched in every pass over the columns, an equal part in each: memory is idle in none.
     constexpr int most = columns(R), kPasses = kFull / most + kFull % most + (kRest > 0);
     constexpr int kPart = (lines(D * BS) + kPasses - 1) / kPasses, kEach = (kPart + BS - 1) / BS;
@@ -272,13 +318,15 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
       const float* w = weights + first;
       for (int i = 0; i < count; ++i, values += DV, ++w) {
         for (int line = 0; i < fetching && line < kEach; ++line) fetch(keys, part + i * kEach + line);
-        multiply<R, N>(acc, [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
+        multiply<R, N>(sums.at(i), [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
           return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
         });
+        sums.close(first + i + 1);
       }
     }
+    sums.close(0);
     for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) store(to + r * Rows::kStride + column + n * kLanes, acc[r][n]);
+      for (int n = 0; n < N; ++n) store(to + r * Rows::kStride + column + n * kLanes, sums.total[r][n]);
   }
 
   void finish(const Tile& t, float* running) const {

@@ -90,6 +90,7 @@ EMULATED __m512 _mm512_castsi512_ps(__m512i a) { return (__m512)a; }
 EMULATED __m512i _mm512_castps_si512(__m512 a) { return (__m512i)a; }
 EMULATED __m256 _mm512_castps512_ps256(__m512 a) { return half_of<__m256>(a, 0); }
 EMULATED __m512 _mm512_castps256_ps512(__m256 a) { return halves_of<__m512>(a, _mm256_set1_ps(NAN)); }  // high: anything
+EMULATED __m512i _mm512_castsi256_si512(__m256i a) { return halves_of<__m512i>(a, _mm256_set1_epi8(-1)); }  // likewise
 EMULATED __m512 _mm512_setzero_ps() { return each<__m512, float>([](int) { return 0.0f; }); }
 EMULATED __m512i _mm512_setzero_si512() { return each<__m512i, int32_t>([](int) { return 0; }); }
 EMULATED __m512d _mm512_setzero_pd() { return each<__m512d, double>([](int) { return 0.0; }); }
@@ -258,6 +259,10 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
 
 // ---- words and bf16
 
+EMULATED __m512i _mm512_permutexvar_epi16(__m512i index, __m512i a) {
+  const auto x = elements<uint16_t>(a), i = elements<uint16_t>(index);
+  return each<__m512i, uint16_t>([&](int l) { return x.at[i.at[l] & 31]; });
+}
 EMULATED __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
   const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
   return map<uint16_t>(index, [&](uint16_t i) { return (i & 32 ? y : x).at[i & 31]; });
@@ -313,6 +318,9 @@ EMULATED __m256bh _mm512_cvtneps_pbh(__m512 a) {
     to[i] = uint16_t(value != value ? word >> 16 | 0x40 : (word + 0x7FFF + (word >> 16 & 1)) >> 16);
   }
   return (__m256bh)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(to));
+}
+EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
+  return (__m512bh)halves_of<__m512i>((__m256i)_mm512_cvtneps_pbh(b), (__m256i)_mm512_cvtneps_pbh(a));
 }
 
 }  // namespace llmc

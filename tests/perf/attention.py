@@ -1,6 +1,6 @@
 """Measures paged_attention: decode at a long context against plain reads, prefill against the rate of multiply-adds.
 
-    python -m tests.perf.attention [--threads 1 2] [--isa x86-64-v3 x86-64-v4] [--repeat 20]
+    python -m tests.perf.attention [--threads 1 2] [--isa x86-64-v3 x86-64-amx] [--repeat 20]
 
 The best of the repetitions is printed: other work on the machine only adds to a time.
 """
@@ -98,7 +98,7 @@ def measure_reads(launches: list[Launch], isa: str, threads: int, repeat: int) -
     """Bytes a second of summing 256 MB."""
     x, out = aligned(np.zeros(2**28, np.uint8)).view(np.float32), np.zeros(16 * 64, np.float32)
     x[:] = 1  # pages that were never written would all be the one page of zeros
-    rank = Rank(build(source(launches))[isa], launches, threads)
+    rank = Rank(build(source(launches), (isa,))[isa], launches, threads)
     step = Step(np.array([0, x.size], np.int32), np.array([1], np.int32), np.zeros((1, 1), np.int32))
     seconds = best(repeat, lambda _: rank.call(len(launches) - 1, step, [x], [out]) and None)
     rank.close()
@@ -117,7 +117,7 @@ def measure(shape: Shape, index: int, launches: list[Launch], isa: str, threads:
     tables = rng.permutation(blocks * copies).astype(np.int32).reshape(copies, 1, blocks)
     q = rng.standard_normal((shape.tokens, shape.heads, shape.head_dim)).astype(np.float32)
     out = np.zeros((shape.tokens, shape.heads * shape.head_dim), np.float32)
-    rank = Rank(build(source(launches))[isa], launches, threads, kv)
+    rank = Rank(build(source(launches), (isa,))[isa], launches, threads, kv)
     starts, context = np.array([0, shape.tokens], np.int32), np.array([shape.context], np.int32)
     seconds = best(
         max(repeat, min(copies, 50)),

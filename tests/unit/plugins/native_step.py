@@ -26,6 +26,7 @@ _RUNTIME = """
 struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; };
 struct Work { Rank* rank; int launch; const void* const* in; void* const* out; const int64_t* in_stride; };
 extern "C" void* test_open(const llmc_rank* rank, int64_t shared, int64_t per_thread, int64_t slot_bytes) {
+  if (!llmc::tiles_allowed()) return nullptr;
   llmc::RankComm comm(rank->comm, rank->rank, rank->tp, slot_bytes);
   Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}};
   shared = llmc::whole_pages(shared), per_thread = llmc::whole_pages(per_thread);
@@ -70,7 +71,9 @@ def _arguments(launch: Launch) -> str:
 
 def source(launches: Sequence[Launch]) -> str:
     """One C++ translation unit."""
-    headers = dict.fromkeys(["plugins/cpu/runtime.h", *(launch.call.header for launch in launches)])
+    headers = dict.fromkeys(
+        ["plugins/cpu/runtime.h", "plugins/cpu/amx_permission.h", *(launch.call.header for launch in launches)]
+    )
     cases = [
         f"    case {i}: llmc::{launch.call.function}(w.rank->ctx, tid, {_arguments(launch)}); break;"
         for i, launch in enumerate(launches)

@@ -1,0 +1,94 @@
+"""paged_attention with products of bf16 (AMX): the reference of rounded queries, and the same bits in vectors and in tiles,
+in any chunk, beside any neighbour. Emulated where this machine lacks AMX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from llmc.plugins.operator import KVCache
+from llmc.plugins.paged_attention import Attrs
+from tests.unit.plugins.native_step import Rank, Step, build, pack, source
+from tests.unit.plugins.test_attention import Case, expected, hide_after, make
+
+ISA = "x86-64-amx"
+#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; the last has heads that tiles do not take.
+CASES = [
+    Case(Attrs(0, 9, 3, 64, 0.125), 16, "bf16"),
+    Case(Attrs(0, 8, 2, 128, 0.09, window=300), 32, "bf16"),
+    Case(Attrs(0, 4, 4, 96, 0.1, window=37, softcap=30.0), 16, "bf16"),
+    Case(Attrs(0, 24, 1, 32, 0.2, v_dim=64, sinks=True), 256, "bf16"),
+    Case(Attrs(0, 4, 2, 40, 0.2), 16, "bf16"),
+]
+NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}" for c in CASES]
+TILED = range(len(CASES) - 1)
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL:
+    return build(source([case.launch() for case in CASES]), (ISA,))[ISA]
+
+
+def run(index: int, step: Step, cache: KVCache, q: np.ndarray, threads: int = 1) -> np.ndarray:
+    case = CASES[index]
+    rank = Rank(compiled(), [case.launch() for case in CASES], threads, pack(cache, case.kv_dtype))
+    out = np.full((len(q), q.shape[1] * case.attrs.value_dim), np.nan, np.float32)
+    assert rank.call(index, step, [q, *case.by_head()], [out]) == 0
+    rank.close()
+    return out
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=NAMES)
+@pytest.mark.parametrize("lengths", [[(0, 300)], [(700, 3), (0, 40), (16, 17), (255, 1), (256, 1), (31, 9)]])
+def test_is_the_reference_of_queries_in_bf16(index: int, lengths: list[tuple[int, int]]) -> None:
+    case = CASES[index]
+    step, cache, q = make(case, lengths, seed=5)
+    given = q.astype(ml_dtypes.bfloat16).astype(np.float32) if index in TILED else q
+    out, want = run(index, step, cache, q, threads=2), expected(case, step, cache, given)
+    # Weights are rounded, too: by 2^-9 at most, and their sums by less.
+    bound = 2e-3 if index in TILED else 1e-5
+    assert np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2)) < bound
+    assert np.abs(out - want).max() < 5 * bound * np.abs(want).max()
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=NAMES)
+def test_vectors_tiles_chunks_and_neighbours_give_the_same_bits(index: int) -> None:
+    case, total = CASES[index], 330
+    step, cache, q = make(case, [(0, total)], seed=7)
+    whole = run(index, step, cache, q, threads=2)
+    assert np.isfinite(whole).all()
+    for chunk in (1, 2, 7, 64, 300):
+        for first in range(0 if chunk > 2 else total - 40, total, chunk):
+            last = min(first + chunk, total)
+            part = Step(np.array([0, last - first], np.int32), np.array([last], np.int32), step.block_tables)
+            out = run(index, part, hide_after(cache, part, last, case.block_size), q[first:last])
+            np.testing.assert_array_equal(
+                out.view(np.uint32), whole[first:last].view(np.uint32), err_msg=f"tokens {first}:{last}"
+            )
+    both = Step(
+        np.array([0, 1, total + 1, total + 31], np.int32),
+        np.array([200, total, 100], np.int32),
+        np.concatenate([step.block_tables] * 3),
+    )
+    out = run(index, both, cache, np.concatenate([q[:1], q, q[:30]]), threads=3)
+    np.testing.assert_array_equal(out[1 : total + 1].view(np.uint32), whole.view(np.uint32))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-19, 1e-30])
+def test_tiny_numbers_are_the_same_bits_in_vectors_and_in_tiles(size: float) -> None:
+    """Products below the smallest normal float count as zeros in both."""
+    case, total = CASES[0], 40
+    step, cache, q = make(case, [(0, total)], seed=3)
+    for store in (cache.keys, cache.values):
+        store[...] = (store.astype(np.float32) * size).astype(store.dtype)
+    q *= size
+    whole = run(0, step, cache, q)
+    for last in range(total - 3, total + 1):
+        part = Step(np.array([0, 1], np.int32), np.array([last], np.int32), step.block_tables)
+        out = run(0, part, cache, q[last - 1 : last])
+        np.testing.assert_array_equal(out.view(np.uint32), whole[last - 1 : last].view(np.uint32))
