@@ -1,5 +1,5 @@
-"""llama.cpp as a peer, through its C API: no Python runs within a step. The wheel of xllamacpp exports it; another library,
-compiled for exactly this machine, say, is named by LLMC_LLAMA_CPP=/path/to/libllama.so.
+"""llama.cpp as a peer, through its C API: no Python runs within a step. The wheel of xllamacpp exports it; another
+library, compiled for exactly this machine, say, is named by LLMC_LLAMA_CPP=/path/to/libllama.so.
 
 Comes in: a GGUF file. Goes out: seconds. Must not know: plans.
 

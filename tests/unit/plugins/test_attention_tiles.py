@@ -1,5 +1,5 @@
-"""paged_attention with products of bf16 (AMX): the reference of rounded queries, and the same bits in vectors and in tiles,
-in any chunk, beside any neighbour. Emulated where this machine lacks AMX.
+"""paged_attention with products of bf16 (AMX): the reference of rounded queries, and the same bits in vectors and in
+tiles, in any chunk, beside any neighbour. Emulated where this machine lacks AMX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.unit.plugins.native_step import Rank, Step, build, pack, source
 from tests.unit.plugins.test_attention import Case, expected, hide_after, make
 
 ISA = "x86-64-amx"
-#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; the last has heads that tiles do not take.
+#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; the last has heads that no tile takes.
 CASES = [
     Case(Attrs(0, 9, 3, 64, 0.125), 16, "bf16"),
     Case(Attrs(0, 8, 2, 128, 0.09, window=300), 32, "bf16"),
