@@ -17,7 +17,7 @@ from tests.unit.plugins.native_step import Rank, Step, build, pack, source
 from tests.unit.plugins.test_attention import Case, expected, hide_after, make
 
 ISA = "x86-64-amx"
-#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; the last has heads that no tile takes.
+#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; last, heads that no tile takes.
 CASES = [
     Case(Attrs(0, 9, 3, 64, 0.125), 16, "bf16"),
     Case(Attrs(0, 8, 2, 128, 0.09, window=300), 32, "bf16"),
