@@ -200,7 +200,9 @@ class HostLibrary:
         return float(rate(_address(data, np.uint8, "data"), len(data), threads))
 
     def multiply_rate(self, rounds: int, threads: int) -> float:
-        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread."""
+        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread: of
+        float32, or of bf16 in tiles where the engine multiplies in tiles.
+        """
         rate = self._dll.llmc_multiply_rate
         rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
         return float(rate(rounds, threads))

@@ -2,6 +2,8 @@
 //
 // Comes in: memory, a number of threads. Goes out: rates. It stands in every engine because whoever runs one has no
 // compiler, and because a limit is meant for the instructions that the engine itself is made of.
+#include "plugins/cpu/amx_permission.h"
+#include "plugins/cpu/amx_tiles.h"
 #include "plugins/cpu/lanes.h"
 #include "plugins/cpu/runtime.h"
 
@@ -50,6 +52,34 @@ struct Multiplies {
   }
 };
 
+#if LLMC_TILES
+// Products of bf16 in tiles, of which none waits for another.
+struct TileProducts {
+  int64_t count;
+
+  static constexpr int64_t kOperations = 4 * int64_t(amx::kSide) * amx::kSide * amx::kPiece * 2;  // of a round
+  static void work(void* what, int) {
+    alignas(64) static const float zeros[amx::kTileWords] = {};
+    amx::TileShapes shapes;
+    shapes.set_piece(amx::kBlockRows);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, zeros, amx::kTileBytes);
+    _tile_loadd(5, zeros, amx::kTileBytes);
+    _tile_loadd(6, zeros, amx::kTileBytes);
+    _tile_loadd(7, zeros, amx::kTileBytes);
+    for (int64_t k = 0; k < static_cast<TileProducts*>(what)->count; ++k) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+};
+#endif
+
 // Seconds of `work` on that many threads, which have started before.
 double seconds(Pool::Work work, void* what, int threads) {
   Pool pool(threads);
@@ -70,6 +100,13 @@ extern "C" double llmc_read_rate(const uint8_t* data, int64_t bytes, int32_t thr
 }
 
 extern "C" double llmc_multiply_rate(int64_t count, int32_t threads) {
+#if LLMC_TILES
+  if (llmc::tiles_allowed()) {
+    llmc::TileProducts products{count / 16 + 1};  // a round takes longer than one of vectors
+    return double(products.count) * threads * products.kOperations /
+           llmc::seconds(llmc::TileProducts::work, &products, threads);
+  }
+#endif
   llmc::Multiplies multiplies{count, std::vector<llmc::Result>(size_t(threads))};
   const double operations = double(count) * threads * llmc::kChains * llmc::kLanes * 2;
   return operations / llmc::seconds(llmc::Multiplies::work, &multiplies, threads);

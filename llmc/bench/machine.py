@@ -23,7 +23,9 @@ _ROUNDS = 4_000_000  # of multiply-adds: some ten milliseconds
 
 @dataclass(frozen=True)
 class Rates:
-    """What so many threads reach together: bytes read a second, floating-point operations (fp32) a second."""
+    """What so many threads reach together: bytes read a second, floating-point operations a second: of float32, or of
+    bf16 in tiles where the engine multiplies in tiles.
+    """
 
     threads: int
     reads: float

@@ -1,10 +1,10 @@
 // Attention by partitions of positions: how its work is divided among threads, how scores become weights, how partial
 // results join. Comes in: a kernel's tiles and units. Goes out: `PartitionedAttention`, `Partial`, `softmax`, `for_rows`.
 //
-// Order, whatever the step or the threads (and the ISA level, but for paged_attention/amx.h): positions are cut into partitions of 256. In a partition a
-// score accumulates over columns, the largest score is taken, exponentials are summed in 16 lanes and their tree, values
-// accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A position that a query
-// does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
+// Order, whatever the step, the threads or the ISA level (but for paged_attention/amx.h): positions are cut into partitions
+// of 256. In a partition a score accumulates over columns, the largest score is taken, exponentials are summed in 16 lanes
+// and their tree, values accumulate over keys. Partitions join a running (largest, sum, values) one after the other. A
+// position that a query does not see has weight 0, which changes no bit, so tiles of queries can share what they read.
 //
 // Work: a tile is a few (query, head) rows of one sequence; a unit is a tile's work on one partition. Threads own equal
 // stretches of the units' total cost. A tile that several threads share is joined, after a barrier, by the owner of its
