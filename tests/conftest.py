@@ -23,10 +23,12 @@ LONG = (
     "tests/e2e/test_coverage.py",
     "tests/e2e/test_smollm2.py",
     "tests/e2e/test_cuda_smollm2.py",
+    "tests/unit/builder/test_native.py",
     "tests/unit/cuda/test_whole_program.py",
     "tests/e2e/test_ci_builds.py",
     "tests/e2e/test_quantized.py",
     "tests/e2e/test_families.py",
+    "tests/unit/runtime/test_failure.py",
 )
 
 
