@@ -40,6 +40,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
+class _Failures:
+    """Names what fails at once, with the process that ran it: a run that is ended from outside prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and hasattr(report, "node"):
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line(f"\n[{report.node.gateway.id}] FAILED {report.nodeid} ({report.when})")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run in several processes, their failures are told here."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
+
+
 def _path(variable: str, default: str) -> Path:
     path = Path(os.environ.get(variable, ROOT / default))
     if not path.exists():
