@@ -123,7 +123,8 @@ template <class F>
   __asm__ volatile("" ::: "memory");
 }
 
-// linear's kernel (cpu.h) with tiles. Threads divide panels times chunks of rows, as for many rows there.
+// linear's kernel (cpu.h) with tiles. Threads divide panels times chunks of rows, and help each other, as for many
+// rows there.
 template <class Kernel, class F>
 struct TileKernel : Kernel {
   static constexpr int kChunk = LLMC_CHUNK_ROWS / kBlockRows * kBlockRows;
@@ -149,9 +150,8 @@ struct TileKernel : Kernel {
     const int blocks = (rows + kBlockRows - 1) / kBlockRows, panels = this->panels();
     int chunks = (rows + kChunk - 1) / kChunk;
     while (this->c.threads > 1 && panels * chunks < 16 * this->c.threads && chunks * 2 <= blocks) chunks *= 2;
-    const Share mine = share(int64_t(panels) * chunks, this->tid, this->c.threads);
     TileShapes shapes;
-    for (int64_t unit = mine.first; unit < mine.last; ++unit) {
+    for (int64_t unit; (unit = this->c.take(int64_t(panels) * chunks, this->tid)) >= 0;) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
       const int from = int(int64_t(blocks) * chunk / chunks) * kBlockRows;
       const int to = std::min(rows, int(int64_t(blocks) * (chunk + 1) / chunks) * kBlockRows);

@@ -98,9 +98,10 @@ class TiledRows {
         const int count = group < first ? 0 : std::clamp(end - group * kLanes, 0, kLanes);
         const bf16* from = count ? value(group) + column : nullptr;
         float* tile = operand_ + (group - start) / 2 * 2 * kTileWords + (group - start) % 2 * 8 * kSide;
-        for (int key = 0; key < kLanes; key += 2, tile += kSide, from += 2 * DV) {
+        for (int key = 0; key < kLanes; key += 2, tile += kSide) {
           static constexpr bf16 none[kPiece] = {};
-          const bf16 *one = key < count ? from : none, *two = key + 1 < count ? from + DV : none;
+          const bf16* one = key < count ? from + key * DV : none;
+          const bf16* two = key + 1 < count ? from + (key + 1) * DV : none;
           put(tile, pairs(half(one), half(two)));
           put(tile + kTileWords, pairs(half(one + kSide), half(two + kSide)));
         }
