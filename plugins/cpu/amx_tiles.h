@@ -1,12 +1,13 @@
-// Products of bf16 in AMX's tiles: sixteen rows of x times sixteen outputs, 32 columns at a time. Comes in: x and the second
-// operand as pairs, a pair in a float's place. Goes out: sums as floats.
+// Products in AMX's tiles: sixteen rows of x times sixteen outputs, 32 columns of bf16 or 64 of INT8 at a time. Comes in: x and
+// the second operand as words, pairs of bf16 or four INT8 in a float's place. Goes out: sums, floats or whole numbers.
 //
-// tdpbf16ps adds the products of a tile's even columns in order, those of its odd ones likewise, both from zero, then the
+// Of bf16, tdpbf16ps adds the products of a tile's even columns in order, those of its odd ones likewise, both from zero, then the
 // two sums, and that to the output: another order than vdpbf16ps's. A row's sums do not depend on the others. Subnormals are
-// zeros. Products and order: Intel's manual, TDPBF16PS.
+// zeros. Products and order: Intel's manual, TDPBF16PS. Of INT8
+// sums are exact in any order.
 //
-// x lies as tiles do: sixteen pairs of each of sixteen rows, then the next sixteen pairs. The second operand likewise: a row
-// for each pair of columns, a word for each output. Tiles that lie in one run are loaded twice as fast as others.
+// x lies as tiles do: sixteen words of each of sixteen rows, then the next sixteen words. The second operand likewise: a row
+// for each word of x, a word for each output. Tiles that lie in one run are loaded twice as fast as others.
 #pragma once
 #include "plugins/cpu/lanes.h"
 
@@ -14,7 +15,7 @@
 
 namespace llmc::amx {
 
-constexpr int kSide = 16;       // rows of a tile, and words of a row: pairs of bf16, or sums
+constexpr int kSide = 16;       // rows of a tile, and words of a row: operands or sums
 constexpr int kBlockRows = 32;  // rows of x that meet a piece at once, in four tiles of sums
 constexpr int kTileBytes = 64;  // of a tile's row
 constexpr int kTileWords = kSide * kSide;
@@ -61,7 +62,7 @@ class TileShapes {
   }
 };
 
-// Some rows of x, at most sixteen, from some column on: a tile for every sixteen pairs.
+// Some rows of x, at most sixteen, from some step on: a tile for every sixteen words.
 struct TileRows {
   const float* x;
   int rows;
@@ -74,15 +75,19 @@ inline TileRows tile_rows(const float* x, int width, int rows, int64_t r, int at
   return {x + r * width + int64_t(at) * count, count};
 }
 
-// Where sixteen columns of row r from `column` on go as eight words, rounded to bf16 to nearest even.
-inline void put_row(float* x, int width, int rows, int64_t r, int column, Lanes values) {
-  const int64_t first = r / kSide * kSide;
-  const int at = column / 2, count = int(std::min<int64_t>(rows - first, kSide));
-  float* to = x + first * width + r % kSide * kSide + at / kSide * kSide * count + at % kSide;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values.v));
+// Where the words of row r from `at` on go, up to the next multiple of sixteen.
+inline float* row_words(float* x, int width, int rows, int64_t r, int at) {
+  const int64_t first = r / kSide * kSide, count = std::min<int64_t>(rows - first, kSide);
+  return x + first * width + r % kSide * kSide + at / kSide * kSide * count + at % kSide;
 }
 
-// The second operand's words of sixteen outputs: a pair of each's numbers in a and b.
+// Sixteen columns of row r from `column` on, rounded to bf16 to nearest even, as eight words.
+inline void put_row(float* x, int width, int rows, int64_t r, int column, Lanes values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(row_words(x, width, rows, r, column / 2)),
+                      (__m256i)_mm512_cvtneps_pbh(values.v));
+}
+
+// The second operand's words of sixteen outputs: of each, sixteen bits of a, then of b.
 inline __m512i pairs(__m256i a, __m256i b) {
   alignas(64) static constexpr uint16_t index[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -90,9 +95,23 @@ inline __m512i pairs(__m256i a, __m256i b) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(index), both);
 }
 
+// What is multiplied. The instructions want the numbers of tiles as they stand in the source.
+struct Bf16Words {
+  static constexpr bool kWhole = false;
+};
+struct Int8Words {
+  static constexpr bool kWhole = true;
+};
+#define LLMC_TILE_PRODUCT(WORDS, SUM, X, WEIGHTS) \
+  if constexpr (WORDS::kWhole)                    \
+    _tile_dpbssd(SUM, X, WEIGHTS);                \
+  else                                            \
+    _tile_dpbf16ps(SUM, X, WEIGHTS)
+
 // acc at one piece += x * weights for the rows of `lower` and, kTileSums behind, those of `upper`; `count` steps, a multiple
 // of 16; from zero where `first`. The fences: the compiler does not know that tile loads read memory.
-[[gnu::noinline]] inline void tile_block(TileShapes& shapes, const float* weights, int count, TileRows lower, TileRows upper,
+template <class Words>
+[[gnu::noinline]] void tile_block(TileShapes& shapes, const float* weights, int count, TileRows lower, TileRows upper,
                                          float* acc, bool first) {
   const bool both = upper.rows > 0;
   float* below = acc + kTileSums;
@@ -115,12 +134,12 @@ inline __m512i pairs(__m256i a, __m256i b) {
     _tile_loadd(4, lower.step(step), kTileBytes);
     _tile_loadd(6, weights + step * kPiece, kTileBytes);
     _tile_loadd(7, weights + step * kPiece + kTileWords, kTileBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    LLMC_TILE_PRODUCT(Words, 0, 4, 6);
+    LLMC_TILE_PRODUCT(Words, 1, 4, 7);
     if (both) {
       _tile_loadd(5, upper.step(step), kTileBytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      LLMC_TILE_PRODUCT(Words, 2, 5, 6);
+      LLMC_TILE_PRODUCT(Words, 3, 5, 7);
     }
   }
   _tile_stored(0, acc, kTileBytes);

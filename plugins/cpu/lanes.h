@@ -20,7 +20,7 @@ constexpr int kLanes = 16;
 #else
 #define LLMC_BF16 0
 #endif
-#if LLMC_BF16 && defined(__AMX_BF16__)
+#if LLMC_BF16 && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define LLMC_TILES 1
 #else
 #define LLMC_TILES 0

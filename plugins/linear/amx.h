@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "plugins/cpu/amx_tiles.h"
-#include "plugins/linear/bf16_dot.h"
+#include "plugins/linear/products.h"
 #include "plugins/linear/tiles.h"
 
 #if LLMC_TILES
@@ -21,6 +21,7 @@ struct TileWeights;
 
 template <>
 struct TileWeights<InTiles<Bf16Pairs>> {
+  using Words = Bf16Words;
   template <int Piece>
   static void decode(const bf16* row, Vec& low, Vec& high) {
     low = Bf16Pairs::decode<piece_vector(Piece, 0)>(row);
@@ -44,6 +45,7 @@ constexpr ByteIndex byte_index(int first) {
 // 32 (Fp8), and nothing is moved but by one byte shuffle a vector.
 template <>
 struct TileWeights<InTiles<Fp8Pairs>> {
+  using Words = Bf16Words;
   static constexpr ByteIndex kLower = byte_index(0), kUpper = byte_index(2);
 
   template <int Piece>
@@ -78,10 +80,31 @@ struct TileWeights<InTiles<Fp8Pairs>> {
   static __m512i biased(__m512i digits) { return _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7)); }
 };
 
+// Four k of an output, of which two rows of a panel have two each.
+template <>
+struct TileWeights<InTiles<Int8Quads>> {
+  using Words = Int8Words;
+  template <int Piece>
+  static void decode(const int8_t* row, Vec& low, Vec& high) {
+    low = (Vec)words(row + 2 * Piece * 32);
+    high = (Vec)words(row + (2 * Piece + 1) * 32);
+  }
+  static Lanes value(const float* acc, int at) {
+    return {_mm512_cvtepi32_ps(_mm512_loadu_si512(acc + at / kWidth * kTileWords))};
+  }
+
+ private:
+  static __m512i words(const int8_t* two) {
+    const auto* first = reinterpret_cast<const __m256i*>(two);
+    return amx::pairs(_mm256_load_si256(first), _mm256_load_si256(first + Int8::kRow / 32));
+  }
+};
+
 // acc = x * panel for up to sixteen rows, `steps` a multiple of 16: while one run of sixteen steps is multiplied the next is
 // decoded, into the other half of `floats` (8 tiles), for a tile is loaded from the cache, not from what is being stored.
 template <class F>
 [[gnu::noinline]] void tile_panel(TileShapes& shapes, typename F::Weight w, int steps, TileRows x, float* floats, float* acc) {
+  using Words = typename TileWeights<F>::Words;
   constexpr int half = 4 * kTileWords;
   shapes.set_panel(x.rows);
   const auto multiply = [&](int step) {
@@ -90,12 +113,12 @@ template <class F>
     _tile_loadd(4, x.step(step), kTileBytes);
     _tile_loadd(5, tiles, kTileBytes);
     _tile_loadd(6, tiles + kTileWords, kTileBytes);
-    _tile_dpbf16ps(0, 4, 5);
+    LLMC_TILE_PRODUCT(Words, 0, 4, 5);
     _tile_loadd(7, tiles + 2 * kTileWords, kTileBytes);
-    _tile_dpbf16ps(1, 4, 6);
+    LLMC_TILE_PRODUCT(Words, 1, 4, 6);
     _tile_loadd(5, tiles + 3 * kTileWords, kTileBytes);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 4, 5);
+    LLMC_TILE_PRODUCT(Words, 2, 4, 7);
+    LLMC_TILE_PRODUCT(Words, 3, 4, 5);
     __asm__ volatile("" ::: "memory");
   };
   _tile_zero(0);
@@ -135,8 +158,8 @@ struct TileKernel : Kernel {
     float* to = rows > 1 ? reinterpret_cast<float*>(this->c.scratch()) : own;
     const Share mine = rows > 1 ? share(rows, this->tid, this->c.threads) : Share{0, 1};
     for (int64_t r = mine.first; r < mine.last; ++r)
-      to[int64_t(rows) * width + r] = Kernel::factor(this->prepare.each(
-          this->x + r * this->x_stride, this->k, [&](int i, Vec v) { put_row(to, width, rows, r, i, {v}); }));
+      to[int64_t(rows) * width + r] =
+          Kernel::factor(this->prepare.tile_row(this->x + r * this->x_stride, this->k, to, width, rows, r));
     if (rows > 1) this->c.barrier(this->tid);
     return to;
   }
@@ -172,7 +195,8 @@ struct TileKernel : Kernel {
       unrolled<kPieces>([&](auto piece) {
         decode<decltype(piece)::value>(panel, count, floats);
         for (int r = 0; r < rows; r += kBlockRows)
-          tile_block(shapes, floats, count, tile_rows(x, width, rows, r, at), tile_rows(x, width, rows, r + kSide, at),
+          tile_block<typename TileWeights<F>::Words>(
+              shapes, floats, count, tile_rows(x, width, rows, r, at), tile_rows(x, width, rows, r + kSide, at),
                      acc + r / kSide * kTileSums + piece * 2 * kTileWords, at == 0);
       });
     }

@@ -10,19 +10,11 @@
 #pragma once
 #include <type_traits>
 
+#include "plugins/cpu/amx_tiles.h"
 #include "plugins/linear/formats.h"
 #include "plugins/linear/quantize.h"
 
 namespace llmc::lin {
-
-// The format whose K columns AMX tiles multiply.
-template <class F>
-struct InTiles : F {};
-template <class F>
-constexpr bool kInTiles = false;
-template <class F>
-constexpr bool kInTiles<InTiles<F>> = true;
-constexpr int kTileColumns = 32;  // of K: sixteen pairs
 
 #if LLMC_BF16
 
@@ -115,6 +107,14 @@ struct PairInput {
     });
   }
 
+#if LLMC_TILES
+  // Row r of tiles (plugins/cpu/amx_tiles.h).
+  float tile_row(const float* x, int n, float* to, int width, int rows, int64_t r) const {
+    return each(x, n, [=](int i, Vec v) { amx::put_row(to, width, rows, r, i, {v}); });
+  }
+#endif
+
+ private:
   // Calls put(column, sixteen of them), zeros behind the row; returns the row's scale.
   template <class Put>
   float each(const float* x, int n, const Put& put) const {
@@ -129,42 +129,6 @@ struct PairInput {
   }
 };
 
-#endif
-
-// How a target multiplies K columns of a weight in F with an x that X prepares: as they are, or in pairs of bf16.
-template <class F, class X>
-struct AsTheyAre {
-  using Format = F;
-  using Input = X;
-  static Input input(X x) { return x; }
-};
-template <class F>
-struct PairFormat {
-  static constexpr bool kExists = false;
-};
-#if LLMC_BF16
-template <>
-struct PairFormat<Bf16> {
-  static constexpr bool kExists = true;
-  using Format = Bf16Pairs;
-};
-template <>
-struct PairFormat<Fp8> {
-  static constexpr bool kExists = true;
-  using Format = Fp8Pairs;
-};
-template <int K, class F, class X>
-struct InPairs {
-  using Pairs = typename PairFormat<F>::Format;
-  using Format = std::conditional_t<LLMC_TILES && K % kTileColumns == 0, InTiles<Pairs>, Pairs>;
-  using Input = PairInput<X>;
-  static Input input(X x) { return {x}; }
-};
-template <int K, class F, class X>
-using Products = std::conditional_t<PairFormat<F>::kExists && K % 2 == 0, InPairs<K, F, X>, AsTheyAre<F, X>>;
-#else
-template <int K, class F, class X>
-using Products = AsTheyAre<F, X>;
 #endif
 
 }  // namespace llmc::lin

@@ -1,6 +1,7 @@
 // linear on the cpu target: see cpu.py for what the arguments are. Three loops: one row straight from the packed bytes, a
 // few rows likewise in tiles, many rows against floats that their first tile decodes. All give the same bits (tiles.h).
-// On targets with instructions for them, products are of bf16: in pairs (bf16_dot.h), or AMX's tiles instead of the loops.
+// On targets with instructions for them, products are of bf16, in pairs (bf16_dot.h); AMX's tiles, of bf16 or INT8, stand
+// instead of the loops.
 //
 // Threads divide panels (a few rows) or panels times chunks of rows (many: who has done his helps the others); each output
 // is computed by one thread.
@@ -10,8 +11,7 @@
 #include "plugins/cpu/functions.h"
 #include "plugins/cpu/runtime.h"
 #include "plugins/linear/amx.h"
-#include "plugins/linear/bf16_dot.h"
-#include "plugins/linear/int8.h"
+#include "plugins/linear/products.h"
 #include "plugins/linear/quantize.h"
 #include "plugins/linear/tiles.h"
 

@@ -8,6 +8,7 @@
 #pragma once
 #include <limits>
 
+#include "plugins/cpu/amx_tiles.h"
 #include "plugins/linear/formats.h"
 #include "plugins/linear/quantize.h"
 
@@ -59,6 +60,16 @@ struct Int8 : InOrder {
   }
 };
 
+// The same bytes, two rows at a time, for tiles: words of four k.
+struct Int8Quads {
+  using T = int8_t;
+  using Weight = const T*;
+  using Sums = WholeSums;
+  static constexpr bool kGrouped = false;
+  static constexpr int kRow = 2 * Int8::kRow;
+  static constexpr int steps(int k) { return k / 4; }
+};
+
 // x / scale rounded to nearest even, within -127..127, as 32-bit integers to q[kWidth].
 inline void round_int8(Vec x, Vec scale, int32_t* q) {
 #if LLMC_WIDE
@@ -84,18 +95,36 @@ struct Int8Input {
     return factors ? vmul(v, part_of(factors, i, n)) : v;
   }
 
-  float operator()(const float* x, int n, float* to, int step) const {
+  float scale(const float* x, int n) const {
     const float most = largest_magnitude(n, [&](int i) { return part(x, i, n); });
-    const float scale = most <= FLT_MAX ? scale_of(most) : std::numeric_limits<float>::quiet_NaN();
+    return most <= FLT_MAX ? scale_of(most) : std::numeric_limits<float>::quiet_NaN();
+  }
+
+#if LLMC_TILES
+  // Row r of tiles (plugins/cpu/amx_tiles.h): four columns a word.
+  float tile_row(const float* x, int n, float* to, int width, int rows, int64_t r) const {
+    const float own = scale(x, n);
     for (int i = 0; i < n; i += kWidth) {
       alignas(64) int32_t q[kWidth];
-      round_int8(part(x, i, n), vset(scale), q);
+      round_int8(part(x, i, n), vset(own), q);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(amx::row_words(to, width, rows, r, i / 4)),
+                       _mm512_cvtepi32_epi8(_mm512_load_si512(q)));
+    }
+    return own;
+  }
+#endif
+
+  float operator()(const float* x, int n, float* to, int step) const {
+    const float own = scale(x, n);
+    for (int i = 0; i < n; i += kWidth) {
+      alignas(64) int32_t q[kWidth];
+      round_int8(part(x, i, n), vset(own), q);
       for (int l = 0; l < kWidth && i + l < n; l += 2) {
         const uint32_t pair = (uint32_t(q[l]) & 0xffff) | uint32_t(q[l + 1]) << 16;
         std::memcpy(to + int64_t(i + l) / 2 * step, &pair, 4);
       }
     }
-    return scale;
+    return own;
   }
 };
 

@@ -128,7 +128,7 @@ class TiledRows {
   static void put(float* tile, __m512i words) { _mm512_store_si512(tile, words); }
 
   void multiply(const float* operand, int steps, const float* x, int rows) {
-    tile_block(shapes_, operand, steps, tile_rows(x, steps, rows, 0), tile_rows(x, steps, rows, kSide), sums_, true);
+    tile_block<Bf16Words>(shapes_, operand, steps, tile_rows(x, steps, rows, 0), tile_rows(x, steps, rows, kSide), sums_, true);
   }
 
   // The sums of one of the two tiles, to to[row][stride].

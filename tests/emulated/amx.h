@@ -1,4 +1,4 @@
-// AMX's tiles for a machine without them: what kernels use of AMX-TILE and AMX-BF16, by the operations of Intel's manual.
+// AMX's tiles for a machine without them: what kernels use of AMX-TILE, AMX-BF16 and AMX-INT8, by the operations of Intel's manual.
 // Shapes that the instructions refuse stop the process. After avx512.h, where `EMULATE_AMX` asks for it.
 #pragma once
 #ifdef EMULATE_AMX
@@ -13,10 +13,12 @@
 
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 
 namespace llmc {
 
@@ -79,6 +81,20 @@ inline void _tile_dpbf16ps(int sum, int a, int b) {
         }
       std::memcpy(&total, t.data[sum][m] + 4 * n, 4);
       total = flushed(flushed(total) + flushed(part[0] + part[1]));
+      std::memcpy(t.data[sum][m] + 4 * n, &total, 4);
+    }
+}
+
+inline void _tile_dpbssd(int sum, int a, int b) {
+  Tiles8& t = tiles_of_thread;
+  t.need(t.rows[sum] == t.rows[a] && t.row_bytes[sum] == t.row_bytes[b] && t.row_bytes[a] == 4 * t.rows[b]);
+  t.need(sum != a && sum != b && a != b);
+  for (int m = 0; m < t.rows[sum]; ++m)
+    for (int n = 0; n < t.row_bytes[sum] / 4; ++n) {
+      int32_t total;
+      std::memcpy(&total, t.data[sum][m] + 4 * n, 4);
+      for (int k = 0; k < t.rows[b]; ++k)
+        for (int i = 0; i < 4; ++i) total += int8_t(t.data[a][m][4 * k + i]) * int8_t(t.data[b][k][4 * n + i]);
       std::memcpy(t.data[sum][m] + 4 * n, &total, 4);
     }
 }

@@ -259,6 +259,12 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
 
 // ---- words and bf16
 
+EMULATED __m128i _mm512_cvtepi32_epi8(__m512i a) {
+  const auto x = elements<int32_t>(a);
+  int8_t to[16];
+  for (int i = 0; i < 16; ++i) to[i] = int8_t(x.at[i]);
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(to));
+}
 EMULATED __m512i _mm512_permutexvar_epi16(__m512i index, __m512i a) {
   const auto x = elements<uint16_t>(a), i = elements<uint16_t>(index);
   return each<__m512i, uint16_t>([&](int l) { return x.at[i.at[l] & 31]; });
