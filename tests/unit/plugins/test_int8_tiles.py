@@ -1,4 +1,4 @@
-"""INT8 linear layers in AMX's tiles: whole numbers are exact, so the bits are those of any level. Emulated elsewhere."""
+"""INT8 linear layers in AMX tiles: whole numbers are exact, so the bits are those of any level. Emulated elsewhere."""
 
 from __future__ import annotations
 
