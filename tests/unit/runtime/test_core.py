@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmc.runtime.messages import Handling
+from tests.unit.runtime.disks import MAIN, QUICK_DISK, SLOW_DISK
 from tests.unit.runtime.fake_engine import NAN_TOKEN, Client, greedy
 
 
@@ -92,7 +93,7 @@ def test_evicted_prefixes_come_back_from_host_memory(slow: Path) -> None:
 def test_evicted_prefixes_come_back_from_a_disk(slow: Path, tmp_path: Path, host: dict) -> None:
     stem = [7] * 40
     others = [[i] * 60 for i in range(6)]
-    options = {"num_blocks": 24, "max_num_batched_tokens": 16, **host}  # so that tokens are dear
+    options = {"num_blocks": 24, "max_num_batched_tokens": 16, "program": ("-c", QUICK_DISK + MAIN), **host}
     with Client(slow, kv_disk=str(tmp_path), kv_disk_bytes=2**20, **options) as client:
         for i, prompt in enumerate([stem, *others, [*stem, 3], [*stem, 4]]):
             client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
@@ -165,26 +166,11 @@ def test_tokens_are_the_same_whoever_chooses_them(plan: Path, overlap: bool) -> 
     assert int(errors.split()[-1]) > 24 * 5
 
 
-#: A core whose disk reads nothing but the first record, which is for measuring, until a file is there.
-_SLOW_DISK = """
-import sys, time
-from pathlib import Path
-from llmc.runtime import core_main, records
-read = records.RecordFile.read
-def late(self, number, tag, parts):
-    while tag and not Path({gate!r}).exists():
-        time.sleep(0.01)
-    return read(self, number, tag, parts)
-records.RecordFile.read = late
-sys.exit(core_main.main(sys.argv))
-"""
-
-
 @pytest.mark.parametrize("end", ["abort", "shutdown", "drain"])
 def test_only_who_needs_it_waits_for_a_slow_disk(slow: Path, tmp_path: Path, end: str) -> None:
     gate, stem = tmp_path / "gate", [7] * 40
     options = {"num_blocks": 24, "max_num_batched_tokens": 16, "kv_disk": str(tmp_path), "kv_disk_bytes": 2**20}
-    options |= {"kv_host_bytes": 24 * 64, "program": ("-c", _SLOW_DISK.format(gate=str(gate)))}
+    options |= {"kv_host_bytes": 24 * 64, "program": ("-c", QUICK_DISK + SLOW_DISK.format(gate=str(gate)) + MAIN)}
     with Client(slow, **options) as client:
         for i, prompt in enumerate([stem, *([i] * 60 for i in range(4))]):
             client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
