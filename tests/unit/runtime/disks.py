@@ -1,6 +1,6 @@
 """Cores whose disk is what a test needs, as text for a process: `QUICK_DISK`, perhaps `SLOW_DISK`, then `MAIN`."""
 
-#: A core that takes its disk and its memory for quick, however busy other tests keep them: else computing may be cheaper.
+#: A core that takes its disk and its memory for quick, however busy tests keep them: else computing may be cheaper.
 QUICK_DISK = """
 import sys, time
 from pathlib import Path
