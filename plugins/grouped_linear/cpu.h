@@ -121,7 +121,7 @@ struct Kernel : Columns<F, X> {
 
   void multiply_many(int e, int p) const {
     const Tiles all = tiles(e);
-    float *floats = own(), *acc = floats + kRows<F> * kPiece;
+    float *floats = own(), *acc = floats + kRows<F> * lin::kPiece;
     const float* rows_at = packed_x + int64_t(first[e]) * width();
     for (int from = 0; from < all.count; from += kMaxChunkTiles) {
       const int to = std::min(from + kMaxChunkTiles, all.count), top = all.first(from);

@@ -45,7 +45,7 @@ struct Kernel {
   }
 
   void many(const Tiles& tiles, int h, int p) const {
-    float *floats = reinterpret_cast<float*>(c.scratch(tid)), *acc = floats + kRows<F> * kPiece;
+    float *floats = reinterpret_cast<float*>(c.scratch(tid)), *acc = floats + kRows<F> * lin::kPiece;
     for (int from = 0; from < tiles.count; from += kMaxChunkTiles) {
       const Chunk chunk{tiles, from, std::min(from + kMaxChunkTiles, tiles.count), tile_at(h, 0), acc};
       Columns<F, Plain>{K, {}}.many(panel(h, p), floats, chunk);

@@ -165,6 +165,22 @@ def test_matches_the_reference_and_each_token_alone(
         np.testing.assert_array_equal(alone.view(np.uint32), y[one].view(np.uint32))
 
 
+def test_int8_gives_the_bits_of_x86_64_v3_on_amx() -> None:
+    numbers = [number for number, case in enumerate(CASES) if case.dtype == "i8"]
+    types = [{Pointer("in", i): kind.dtype for i, kind in enumerate(CASES[n].types()[:5])} for n in numbers]
+    tiles = Library([CASES[n].call() for n in numbers], "x86-64-amx", types)
+    for at, number in enumerate(numbers):
+        case, rng = CASES[number], np.random.default_rng(number)
+        _, packed, vectors = weights(case)
+        for tokens in (1, 5, 64):
+            index = routing("spread", case, tokens, rng)
+            x, mix = inputs(case, index, rng)
+            want = run(ISAS[0], number, x, index, mix)
+            y = np.full(want.shape, np.nan, np.float32)
+            tiles.run(at, [x, index, *packed, *vectors, *mix], [y], 3, tokens=tokens)
+            np.testing.assert_array_equal(y.view(np.uint32), want.view(np.uint32))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_an_order_of_slots_changes_nothing(isa: str) -> None:
     number = 5
