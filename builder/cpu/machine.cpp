@@ -101,13 +101,13 @@ extern "C" double llmc_read_rate(const uint8_t* data, int64_t bytes, int32_t thr
 
 extern "C" double llmc_multiply_rate(int64_t count, int32_t threads) {
 #if LLMC_TILES
-  if (llmc::tiles_allowed()) {
-    llmc::TileProducts products{count / 16 + 1};  // a round takes longer than one of vectors
-    return double(products.count) * threads * products.kOperations /
-           llmc::seconds(llmc::TileProducts::work, &products, threads);
-  }
-#endif
+  llmc::tiles_allowed();  // they are: an engine that may not use tiles is refused before it is measured
+  llmc::TileProducts products{count / 16 + 1};  // a round takes longer than one of vectors
+  return double(products.count) * threads * products.kOperations /
+         llmc::seconds(llmc::TileProducts::work, &products, threads);
+#else
   llmc::Multiplies multiplies{count, std::vector<llmc::Result>(size_t(threads))};
   const double operations = double(count) * threads * llmc::kChains * llmc::kLanes * 2;
   return operations / llmc::seconds(llmc::Multiplies::work, &multiplies, threads);
+#endif
 }

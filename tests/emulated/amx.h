@@ -30,6 +30,10 @@ struct Tiles8 {
   void need(bool met) const {
     if (!configured || !met) __builtin_trap();
   }
+  void need_product(int sum, int a, int b) const {
+    need(rows[sum] == rows[a] && row_bytes[sum] == row_bytes[b] && row_bytes[a] == 4 * rows[b]);
+    need(sum != a && sum != b && a != b);
+  }
 };
 inline thread_local Tiles8 tiles_of_thread;
 
@@ -67,8 +71,7 @@ inline void _tile_stored(int tile, void* to, int64_t stride) {
 // Even and odd columns are summed apart, each from zero and in order; then the two, and that onto the sum.
 inline void _tile_dpbf16ps(int sum, int a, int b) {
   Tiles8& t = tiles_of_thread;
-  t.need(t.rows[sum] == t.rows[a] && t.row_bytes[sum] == t.row_bytes[b] && t.row_bytes[a] == 4 * t.rows[b]);
-  t.need(sum != a && sum != b && a != b);
+  t.need_product(sum, a, b);
   for (int m = 0; m < t.rows[sum]; ++m)
     for (int n = 0; n < t.row_bytes[sum] / 4; ++n) {
       float part[2] = {0, 0}, total;
@@ -87,8 +90,7 @@ inline void _tile_dpbf16ps(int sum, int a, int b) {
 
 inline void _tile_dpbssd(int sum, int a, int b) {
   Tiles8& t = tiles_of_thread;
-  t.need(t.rows[sum] == t.rows[a] && t.row_bytes[sum] == t.row_bytes[b] && t.row_bytes[a] == 4 * t.rows[b]);
-  t.need(sum != a && sum != b && a != b);
+  t.need_product(sum, a, b);
   for (int m = 0; m < t.rows[sum]; ++m)
     for (int n = 0; n < t.row_bytes[sum] / 4; ++n) {
       int32_t total;

@@ -286,3 +286,15 @@ def test_the_picture_names_the_roofs() -> None:
         "prefill 512 · 50%",
     ):
         assert word in words
+
+
+def test_a_llama_cpp_that_is_named_is_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tmp_path / "libllama.so"
+    monkeypatch.setenv("LLMC_LLAMA_CPP", str(named))
+    with pytest.raises(
+        EnvironmentFault, match=rf"LLMC_LLAMA_CPP={named}: no such file; name a libllama.so, or unset it"
+    ):
+        llama_cpp.prepare()
+    named.write_bytes(b"no library")
+    with pytest.raises(EnvironmentFault, match=f"{named}: cannot be loaded: "):
+        llama_cpp.prepare()
