@@ -11,7 +11,7 @@ what stands there between the lines `<!-- bench -->` and `<!-- /bench -->`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,16 +30,18 @@ def table(
     plans: Sequence[EngineSystem],
     peers: Sequence[PeerSystem],
     timings: Sequence[Timing],
-    limits: Rates,
+    limits: Mapping[str, Rates],
     repeats: int,
 ) -> str:
-    """Markdown: a row a work, a column a system, for each plan its share of the bound and its ratio."""
+    """Markdown: a row a work, a column a system, for each plan its share of the bound and its ratio. `limits` by the
+    plans' levels of instructions.
+    """
     by_key = {(timing.system, timing.work): timing for timing in timings}
     chosen = list(dict.fromkeys(timing.work for timing in timings))
     bounds: dict[str, dict[Work, Bound]] = {}
     for system in plans:
         costs = Costs(system.plan)
-        bounds[system.name] = {work: bound(costs.of(work), limits) for work in chosen}
+        bounds[system.name] = {work: bound(costs.of(work), limits[level(system)]) for work in chosen}
     head = ["tokens a second"]
     for system in plans:
         head += [system.name, "of its bound", *(["to the best peer"] if peers else [])]
@@ -56,15 +58,24 @@ def table(
     systems = [*plans, *peers]
     loads = ", ".join(f"{system.name} {system.load:.2f} s" for system in systems)
     held = ", ".join(f"{system.name} {system.memory() / 1e6:.0f} MB" for system in systems)
+    rates = "; ".join(
+        f"{isa}: {found.threads} threads, reads {found.reads / 1e9:.1f} GB/s, multiply-adds "
+        f"{found.flops / 1e9:.0f} GFLOP/s"
+        for isa, found in limits.items()
+    )
     lines = [
-        f"{cpu_name()}, {limits.threads} threads, reads {limits.reads / 1e9:.1f} GB/s, multiply-adds "
-        f"{limits.flops / 1e9:.0f} GFLOP/s in the same run; medians of {repeats} (least to most).",
+        f"{cpu_name()}, {rates}, in the same run; medians of {repeats} (least to most).",
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
         f"To the first token: {loads}. Memory held: {held}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def level(system: EngineSystem) -> str:
+    """The instructions that the plan is made of, which its limits are measured with."""
+    return system.plan.manifest.target.isa
 
 
 def _rate(timing: Timing) -> str:
@@ -103,9 +114,14 @@ def main() -> None:
     with ExitStack() as stack:
         plans = [stack.enter_context(engine(path, timed, options.steps)) for path in options.plans]
         peers = [stack.enter_context(peer(kind, path, usable_cpus())) for kind, path in chosen_peers]
-        limits = Limits(plans[0].library, usable_cpus())
-        timings = measure([*plans, *peers], timed, options.repeats, options.steps, limits.measure)
-        text = table(plans, peers, timings, limits.all, options.repeats)
+        limits = {level(plan): Limits(plan.library, usable_cpus()) for plan in plans}
+
+        def measure_limits() -> None:
+            for own in limits.values():
+                own.measure()
+
+        timings = measure([*plans, *peers], timed, options.repeats, options.steps, measure_limits)
+        text = table(plans, peers, timings, {isa: own.all for isa, own in limits.items()}, options.repeats)
     print(text, end="")
     if options.out is not None:
         options.out.write_text(text)
