@@ -26,20 +26,20 @@ from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Scratch
 from llmc.plugins.cpu.recurrent import state_bytes
 from llmc.plugins.latent_attention.cpu import layer_bytes as latent_bytes
 from llmc.plugins.paged_attention.cpu import layer_bytes
-from llmc.profiles import TargetDescription
+from llmc.profiles import CpuTarget
 
 
 def lower(
     graphs: Sequence[Graph],
     profile: ShapeProfile,
-    target: TargetDescription,
+    target: CpuTarget,
     kv_dtype: str,
     vocab: Sequence[tuple[int, int]],
 ) -> CpuLowered:
     """`vocab`: (first column, columns) of each rank's logits. Raises UnsupportedError, with the module, for what the
     kernels of the target cannot do.
     """
-    ranks = [_Rank(graph, profile, kv_dtype) for graph in graphs]
+    ranks = [_Rank(graph, profile, kv_dtype, target.tiles) for graph in graphs]
     members, shared = place([rank.stored() for rank in ranks])
     cols = max(rank.reduced_cols for rank in ranks)
     slots = slot_bytes(profile.max_num_batched_tokens, cols) if len(ranks) > 1 else 0
@@ -96,8 +96,8 @@ class _Bound:
 class _Rank:
     """One rank's graph while it is lowered: calls first (they say how weights are stored), then memory."""
 
-    def __init__(self, graph: Graph, profile: ShapeProfile, kv_dtype: str) -> None:
-        self.graph, self.profile = graph, profile
+    def __init__(self, graph: Graph, profile: ShapeProfile, kv_dtype: str, tiles: bool) -> None:
+        self.graph, self.profile, self.tiles = graph, profile, tiles
         self.types = graph.types()
         self.producers = graph.producers()
         self.aliases = resolve(graph)
@@ -127,6 +127,7 @@ class _Rank:
             max_context=self.profile.max_seq_len,
             slot_bytes=self.state_slot_bytes,
             state_offsets={number: layer.offset for number, layer in self.states.items()},
+            tiles=self.tiles,
         )
         return [_Bound(node, self._call(node, env)) for node in self.graph if node.op not in SILENT]
 

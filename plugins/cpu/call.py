@@ -138,7 +138,7 @@ class CpuCall:
 class KernelEnv:
     """What a launch may depend on beside its own attributes and types. `tokens` and `rows` are the smallest and the
     largest T and S that this code runs with. `kv_offsets`: layer -> bytes from a block's start to the layer's part.
-    `state_offsets`: state -> bytes from the start of a slot of `slot_bytes` to that state.
+    `state_offsets`: state -> bytes from the start of a slot of `slot_bytes` to that state. `tiles`: the target has AMX.
     """
 
     tokens: tuple[int, int]
@@ -152,6 +152,7 @@ class KernelEnv:
     max_context: int = 1
     slot_bytes: int = 0
     state_offsets: Mapping[int, int] = field(default_factory=dict)
+    tiles: bool = False
 
     def bounds(self, dim: Dim) -> tuple[int, int]:
         """Smallest and largest value of a dimension."""

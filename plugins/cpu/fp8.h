@@ -41,6 +41,44 @@ inline Lanes load(const fp8* p) {
 }
 #endif
 
+#if LLMC_WIDE
+// 32 E4M3 as bf16: the digits moved into place and the exponent biased anew; those below 2^-6, multiples m of 2^-9, have
+// one significant digit at least in bf16 and come from a table by m. NaN comes out as 480.
+alignas(64) constexpr uint16_t kBelow[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+inline __m512i as_bf16(__m256i bytes) {
+  const __m512i wide = _mm512_cvtepi8_epi16(bytes);
+  const __m512i digits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x07F0));
+  const __m512i normal = _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(kBelow));
+  return _mm512_or_si512(size, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
+}
+// 64 numbers of the cache as bf16, two vectors. Few E4M3 are below 2^-6; NaN stays NaN.
+inline void widen(const fp8* p, void* to) {
+  const __m512i bytes = _mm512_loadu_si512(p), size = _mm512_and_si512(bytes, _mm512_set1_epi8(0x7F));
+  const __m512i sign = _mm512_set1_epi16(int16_t(0x8000)), digits = _mm512_set1_epi16(0x07F0);
+  const bool rare = _mm512_cmpge_epu8_mask(_mm512_sub_epi8(size, _mm512_set1_epi8(8)), _mm512_set1_epi8(0x77));
+  for (int half = 0; half < 2; ++half) {
+    const __m256i own = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + half);
+    __m512i x;
+    if (rare) [[unlikely]] {
+      const __m512i wide = _mm512_and_si512(_mm512_cvtepi8_epi16(own), _mm512_set1_epi16(0x7F));
+      x = _mm512_mask_blend_epi16(_mm512_cmpeq_epi16_mask(wide, _mm512_set1_epi16(0x7F)), as_bf16(own),
+                                  _mm512_set1_epi16(0x7FC0));
+    } else {
+      const __m512i wide = _mm512_cvtepi8_epi16(own);
+      const __m512i biased = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(wide, 4), digits), _mm512_set1_epi16(120 << 7));
+      x = _mm512_or_si512(biased, _mm512_and_si512(wide, sign));
+    }
+    _mm512_store_si512(static_cast<__m512i*>(to) + half, x);
+  }
+}
+inline void widen(const bf16* p, void* to) {
+  for (int half = 0; half < 2; ++half)
+    _mm512_store_si512(static_cast<__m512i*>(to) + half, _mm512_loadu_si512(p + 32 * half));
+}
+#endif
+
 // Round to nearest even; beyond 448 saturated; NaN stays NaN. Below 2^-6 E4M3 holds multiples of 2^-9, which adding
 // 1.5 * 2^14 rounds to.
 inline void store_as(float x, fp8* to) {

@@ -65,6 +65,8 @@ inline Lanes load(const bf16* p, int n) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p)), 16))};
 }
 inline void store(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
+inline __m256 low(Lanes a) { return _mm512_castps512_ps256(a.v); }
+inline __m256 high(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -122,6 +124,8 @@ inline void store(float* p, Lanes a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
 }
+inline __m256 low(Lanes a) { return a.lo; }
+inline __m256 high(Lanes a) { return a.hi; }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline Lanes operator-(Lanes a, Lanes b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -174,20 +178,23 @@ inline T tree(const T* lanes, Op op) {
     for (int i = 0; i < half; ++i) x[i] = op(x[i], x[i + half]);
   return x[0];
 }
-inline float sum(Lanes a) {
-  float x[kLanes];
-  store(x, a);
-  return tree(x, [](float p, float q) { return p + q; });
+// The same of eight lanes, in registers.
+inline float sum(__m256 eight) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+inline float largest(__m256 eight) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+inline float sum(Lanes a) { return sum(_mm256_add_ps(low(a), high(a))); }
+inline float largest(Lanes a) { return largest(_mm256_max_ps(low(a), high(a))); }
 inline double sum(const DoubleLanes& a) {
   double x[kLanes];
   a.store(x);
   return tree(x, [](double p, double q) { return p + q; });
-}
-inline float largest(Lanes a) {
-  float x[kLanes];
-  store(x, a);
-  return tree(x, [](float p, float q) { return p > q ? p : q; });
 }
 inline Lanes iota() {
   static const float x[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

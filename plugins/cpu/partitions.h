@@ -22,24 +22,6 @@ namespace llmc {
 constexpr int kPartition = 256;
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // the score of a key that is not seen
 
-// How products of R rows and N vectors are summed: each in one chain (kernels with another order say which).
-struct OneChain {
-  struct Rounding {};
-  static void copy(const float* from, int count, float* to) {
-    if (from != to) std::copy_n(from, count, to);
-  }
-  template <int R, int N>
-  struct Sums {
-    Lanes total[R][N];
-    Sums() {
-      for (auto& row : total)
-        for (auto& sum : row) sum = splat(0);
-    }
-    Lanes (&at(int))[R][N] { return total; }
-    void close(int) {}
-  };
-};
-
 // Rows of partial results: VALUES weighted sums, up to whole vectors, then the largest score and the sum of weights.
 template <int VALUES>
 struct Partial {
@@ -51,25 +33,35 @@ struct Partial {
     for (int r = 0; r < rows; ++r) running[r * kStride + kWidth] = kNone;
   }
 
+  // In groups of rows: a vector holds the factors of as many.
   static void join(float* running, const float* partial, int rows) {
-    for (int r = 0; r < rows; ++r, running += kStride, partial += kStride) {
-      const float most = partial[kWidth], total = partial[kWidth + 1];
-      if (total == 0) continue;
-      const float before = running[kWidth], now = before > most ? before : most;
-      float factors[kLanes];
-      const float shifts[kLanes] = {before - now, most - now};
-      store(factors, exp(load(shifts)));
-      const Lanes old = splat(factors[0]), fresh = splat(factors[1]);
-      for (int i = 0; i < kWidth; i += kLanes)
-        store(running + i, fma(load(running + i), old, load(partial + i) * fresh));
-      running[kWidth] = now;
-      running[kWidth + 1] = running[kWidth + 1] * factors[0] + total * factors[1];
-    }
+    for (int top = 0; top < rows; top += kLanes, running += kLanes * kStride, partial += kLanes * kStride)
+      join_group(running, partial, std::min(rows - top, kLanes));
   }
 
   // One row's means times `scale`. + 0: a zero is +0 whether or not positions of weight 0 were added.
   static void finish(const float* running, float* to, float scale = 1) {
     for (int i = 0; i < VALUES; ++i) to[i] = running[i] / running[kWidth + 1] * scale + 0.0f;
+  }
+
+ private:
+  static void join_group(float* running, const float* partial, int rows) {
+    float old[kLanes] = {}, fresh[kLanes] = {}, now[kLanes];
+    for (int r = 0; r < rows; ++r) {
+      const float before = running[r * kStride + kWidth], most = partial[r * kStride + kWidth];
+      now[r] = before > most ? before : most;
+      old[r] = before - now[r], fresh[r] = most - now[r];
+    }
+    store(old, exp(load(old)));
+    store(fresh, exp(load(fresh)));
+    for (int r = 0; r < rows; ++r, running += kStride, partial += kStride) {
+      const float total = partial[kWidth + 1];
+      if (total == 0) continue;
+      for (int i = 0; i < kWidth; i += kLanes)
+        store(running + i, fma(load(running + i), splat(old[r]), load(partial + i) * splat(fresh[r])));
+      running[kWidth] = now[r];
+      running[kWidth + 1] = running[kWidth + 1] * old[r] + total * fresh[r];
+    }
   }
 };
 

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "plugins/cpu/amx_tiles.h"
+#include "plugins/cpu/fp8.h"
 #include "plugins/linear/formats.h"
 #include "plugins/linear/quantize.h"
 
@@ -68,18 +69,6 @@ struct Bf16Pairs : Pairs<bf16> {
     return pairs(_mm512_loadu_si512(group), _mm512_loadu_si512(group + kPanel), index);
   }
 };
-
-// 32 E4M3 as bf16: the digits moved into place and the exponent biased anew; those below 2^-6, multiples m of 2^-9, have
-// one significant digit at least in bf16 and come from a table by m. NaN would come out as 480, as in Fp8.
-alignas(64) constexpr uint16_t kBelow[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
-inline __m512i as_bf16(__m256i bytes) {
-  const __m512i wide = _mm512_cvtepi8_epi16(bytes);
-  const __m512i digits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x07F0));
-  const __m512i normal = _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7));
-  const __mmask32 small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
-  const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(kBelow));
-  return _mm512_or_si512(size, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
-}
 
 struct Fp8Pairs : Pairs<uint8_t> {
   template <int J>

@@ -1,155 +1,279 @@
-// A tile's work on one partition in AMX's tiles, over a cache of bf16: queries and weights are rounded to bf16, sums are
-// floats. The partition's keys, then its values, become second operands, a piece of 32 keys or columns at a time, for all
-// rows of the tile. Steps begin at multiples of 32 keys of the partition, whatever the tile sees, and keys that it does not
-// see count as zeros: a row's results do not depend on the others.
+// A partition's work for a tile of queries in AMX's tiles, over a cache of bf16 or E4M3 that lies as tiles do (layout.h):
+// queries and weights are rounded to bf16, sums are floats. One row goes through the same instructions as many, steps begin at multiples
+// of 32 keys of the partition whatever the tile sees, and keys that it does not see count as zeros: a row's results do not
+// depend on the others.
 #pragma once
+#include <algorithm>
+
 #include "plugins/cpu/amx_tiles.h"
+#include "plugins/cpu/fp8.h"
 #include "plugins/cpu/partitions.h"
+#include "plugins/paged_attention/layout.h"
 
 #if LLMC_TILES
 
 namespace llmc::amx {
 
-// The order of tiles in vectors: numbers rounded to bf16; in a run of 32 the products of even numbers and those of odd ones
-// are summed apart, from zero, then both are added.
-struct PairOrder {
-  // Subnormals count as zeros meanwhile, as in tiles.
-  class Rounding {
-   public:
-    Rounding() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }  // FTZ, DAZ
-    ~Rounding() { _mm_setcsr(before_); }
+// 2^x to 3e-6; 0 for -infinity. A polynomial of 2^r for r within 0..1, smallest relative error (fitted by least squares with
+// iterated weights): the result is rounded to bf16.
+inline Lanes power(Lanes x) {
+  constexpr int to_floor = 9;
+  const Lanes r = {_mm512_reduce_ps(x.v, to_floor)};  // x - floor(x)
+  Lanes p = fma(splat(0.013534172f), r, splat(0.052011464f));
+  p = fma(p, r, splat(0.24144274f));
+  p = fma(p, r, splat(0.69300383f));
+  p = fma(p, r, splat(1.0000026f));
+  return {_mm512_scalef_ps(p.v, x.v)};  // p * 2^floor(x)
+}
 
-   private:
-    const unsigned before_;
-  };
-
-  // Numbers that are a multiple of 16, rounded.
-  static void copy(const float* from, int count, float* to) {
-    for (int i = 0; i < count; i += kLanes) {
-      const __m256i words = (__m256i)_mm512_cvtneps_pbh(load(from + i).v);
-      store(to + i, {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))});
-    }
-  }
-
-  template <int R, int N>
-  struct Sums {
-    Lanes total[R][N], part[2][R][N];
-
-    Sums() {
-      clear();
-      for (auto& row : total)
-        for (auto& sum : row) sum = splat(0);
-    }
-    // Those that number i is added to.
-    Lanes (&at(int i))[R][N] { return part[i % 2]; }
-    // Called behind number `count` - 1; with 0 behind the last.
-    void close(int count) {
-      if (count % kPiece) return;
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) total[r][n] = total[r][n] + (part[0][r][n] + part[1][r][n]);
-      clear();
-    }
-
-   private:
-    void clear() {
-      for (auto& sums : part)
-        for (auto& row : sums)
-          for (auto& sum : row) sum = splat(0);
-    }
-  };
-};
-
-// What a thread needs beside a tile of ROWS rows: D columns of a key, of which a partition has kPartition.
-template <int ROWS, int D>
-class TiledRows {
-  static_assert(D % kPiece == 0 && ROWS <= kBlockRows);
+// What a thread needs for tiles of up to ROWS rows, partial results STRIDE numbers apart.
+template <int ROWS, int D, int DV, int STRIDE, class SPAN>
+class TileRowsOf {
+  using KV = typename SPAN::KV;
+  static constexpr int BS = SPAN::BS;
+  static constexpr bool kInPlace = std::is_same_v<KV, bf16>;  // as the instructions want it
+  static constexpr int kScores = kPartition + kLanes;  // from row to row: not a power of two, which a cache has few sets for
+  static constexpr int kSteps = kPartition / kPiece;   // 32 keys each
 
  public:
-  // The products of all queries with the keys of the groups of 16 from `first` to `end`, to scores[row][kPartition].
-  // key(group): a group's first key, with BS numbers from one column to the next.
-  template <int BS, class Key>
-  void score(int rows, int first, int end, const Key& key, float* scores) {
-    const auto decode = [&](int group) {
-      for (int g = std::max(group, first); g < std::min(group + 2, end); ++g) {
-        const bf16* from = key(g);
-        float* to = operand_ + group / 2 % 2 * kKeys + g % 2 * kTileWords;
-        for (int step = 0; step < D / 2; step += kSide, to += kTileWords)
-          for (int i = 0; i < kSide; ++i, from += 2 * BS, to += kSide) put(to, pairs(half(from), half(from + BS)));
-      }
-    };
-    const int start = first / 2 * 2;
-    decode(start);
-    for (int group = start; group < end; group += 2) {
-      if (group + 2 < end) decode(group + 2);  // while this one is multiplied
-      multiply(operand_ + group / 2 % 2 * kKeys, D / 2, queries_, rows);
-      for (int g = std::max(group, first); g < std::min(group + 2, end); ++g)
-        take(rows, g % 2, scores + g * kLanes, kPartition);
-    }
-  }
-
-  // Sums of values times weights[row][kPartition] of the keys from 16 * first to `end`, `columns` of them, to
-  // to[row][stride]. value(group): that of a group's first key, those of the others DV numbers apart each.
-  template <int DV, class Value>
-  void weigh(int rows, int first, int end, const Value& value, const float* weights, float* to, int stride) {
-    const int start = first / 2 * 2, groups = (end + kLanes - 1) / kLanes, steps = (groups - start + 1) / 2 * kSide;
-    load_weights(rows, first, start, groups, steps, weights);
-    for (int column = 0; column < DV; column += kPiece) {
-      for (int group = start; group < start + steps / 8; ++group) {
-        const int count = group < first ? 0 : std::clamp(end - group * kLanes, 0, kLanes);
-        const bf16* from = count ? value(group) + column : nullptr;
-        float* tile = operand_ + (group - start) / 2 * 2 * kTileWords + (group - start) % 2 * 8 * kSide;
-        for (int key = 0; key < kLanes; key += 2, tile += kSide) {
-          static constexpr bf16 none[kPiece] = {};
-          const bf16* one = key < count ? from + key * DV : none;
-          const bf16* two = key + 1 < count ? from + (key + 1) * DV : none;
-          put(tile, pairs(half(one), half(two)));
-          put(tile + kTileWords, pairs(half(one + kSide), half(two + kSide)));
-        }
-      }
-      multiply(operand_, steps, weights_, rows);
-      take(rows, 0, to + column, stride);
-      take(rows, 1, to + column + kSide, stride);
-    }
-  }
-
   void load_query(int rows, int r, const float* q) {
     for (int i = 0; i < D; i += kLanes) put_row(queries_, D / 2, rows, r, i, load(q + i));
   }
 
+  // The partial results of all rows. seen(r): which keys row r sees, and how its products score.
+  template <class Seen>
+  void unit(const SPAN& s, int kv_head, int rows, const Seen& seen, float* to) {
+    const int steps = (s.end_group + 1) / 2 - s.first_group / 2;
+    for (int top = 0; top < rows; top += kBlockRows) {
+      const int count = std::min(rows - top, kBlockRows);
+      if (count > kSide)
+        shapes_.set_piece(count);
+      else
+        shapes_.set_panel(count);
+      score(s, kv_head, rows, top);
+      if (top == 0) find_values(s, kv_head);
+      for (int r = 0; r < count; ++r)
+        weights(s, count, r, steps, seen(top + r), to + (top + r) * STRIDE + STRIDE - kLanes);
+      weigh(s, count, steps, to + top * STRIDE);
+    }
+  }
+
  private:
-  static constexpr int kKeys = D / 2 * kPiece, kValues = kPartition / 2 * kPiece;  // words of operands
   TileShapes shapes_;
   alignas(64) float queries_[ROWS * D / 2];
-  alignas(64) float weights_[ROWS * kPartition / 2];
-  alignas(64) float sums_[2 * kTileSums];
-  alignas(64) float operand_[std::max(2 * kKeys, kValues)];
+  alignas(64) float scores_[kBlockRows * kScores];
+  alignas(64) float weights_[kBlockRows * kPartition / 2];
+  const float *keys_at_[kPartition / kLanes], *values_at_[kSteps];  // tiles of a group's keys, of 32 keys' values
+  alignas(64) float keys_[kInPlace ? kLanes : kPartition / 2 * D];
+  alignas(64) float values_[kPartition / 2 * DV];
 
-  static __m256i half(const bf16* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-  static void put(float* tile, __m512i words) { _mm512_store_si512(tile, words); }
-
-  void multiply(const float* operand, int steps, const float* x, int rows) {
-    tile_block<Bf16Words>(shapes_, operand, steps, tile_rows(x, steps, rows, 0), tile_rows(x, steps, rows, kSide), sums_, true);
-  }
-
-  // The sums of one of the two tiles, to to[row][stride].
-  void take(int rows, int tile, float* to, int stride) const {
-    for (int top = 0; top < rows; top += kSide) {
-      const float* sums = sums_ + top / kSide * kTileSums + tile * kTileWords;
-      for (int r = top; r < std::min(rows, top + kSide); ++r, sums += kSide) store(to + int64_t(r) * stride, load(sums));
+  // Sums of `steps` products of both rows' tiles with two tiles each, second(step, 0 and 1), to to[row][stride].
+  template <class Second>
+  static void multiply(int steps, TileRows lower, TileRows upper, const Second& second, float* to, int stride) {
+    const int bytes = stride * int(sizeof(float));
+    __asm__ volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int step = 0; step < steps; ++step) {
+      _tile_loadd(4, lower.step(step * kSide), kTileBytes);
+      _tile_loadd(5, upper.step(step * kSide), kTileBytes);
+      _tile_loadd(6, second(step, 0), kTileBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_loadd(7, second(step, 1), kTileBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
     }
+    _tile_stored(0, to, bytes);
+    _tile_stored(1, to + kSide, bytes);
+    _tile_stored(2, to + kSide * stride, bytes);
+    _tile_stored(3, to + kSide * stride + kSide, bytes);
+    __asm__ volatile("" ::: "memory");
   }
 
-  // weights[row][kPartition] of the groups from `first` to `end` to tiles that begin with group `start`, zeros elsewhere.
-  void load_weights(int rows, int first, int start, int end, int steps, const float* weights) {
-    for (int r = 0; r < rows; ++r) {
-      const int top = r / kSide * kSide, count = std::min(rows - top, kSide);
-      float* to = weights_ + top * steps + r % kSide * kSide;
-      const auto part = [&](int g) {
-        return g < first || g >= end ? _mm512_setzero_ps() : load(weights + r * kPartition + g * kLanes).v;
+  // The same of a few rows, with four tiles each, or two.
+  template <int TILES, class Second>
+  static void multiply_few(int steps, TileRows rows, const Second& second, float* to, int stride) {
+    const int bytes = stride * int(sizeof(float));
+    __asm__ volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TILES == 4) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int step = 0; step < steps; ++step) {
+      _tile_loadd(4, rows.step(step * kSide), kTileBytes);
+      _tile_loadd(5, second(step, 0), kTileBytes);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, second(step, 1), kTileBytes);
+      _tile_dpbf16ps(1, 4, 6);
+      if (TILES == 2) continue;
+      _tile_loadd(7, second(step, 2), kTileBytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, second(step, 3), kTileBytes);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, to, bytes);
+    _tile_stored(1, to + kSide, bytes);
+    if (TILES == 4) {
+      _tile_stored(2, to + 2 * kSide, bytes);
+      _tile_stored(3, to + 3 * kSide, bytes);
+    }
+    __asm__ volatile("" ::: "memory");
+  }
+
+  // Products of the rows from `top` on with all keys, to scores_. While the first rows' are computed the next keys are found.
+  void score(const SPAN& s, int kv_head, int rows, int top) {
+    const TileRows lower = tile_rows(queries_, D / 2, rows, top), upper = tile_rows(queries_, D / 2, rows, top + kSide);
+    const int groups = upper.rows ? 2 : 4, first = s.first_group / groups * groups;
+    if (top == 0) find_keys(s, kv_head, first, groups);
+    for (int group = first; group < s.end_group; group += groups) {
+      if (top == 0) find_keys(s, kv_head, group + groups, groups);
+      const auto keys = [&](int step, int i) {  // of a group that is not there another stands in
+        return keys_at_[std::clamp(group + i, s.first_group, s.end_group - 1)] + step * kTileWords;
       };
-      for (int g = start; g < start + steps / 8; g += 2, to += kSide * count)
-        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(part(g + 1), part(g)));
+      const auto fetching = [&](int step, int i) {
+        fetch_part(s, kv_head, group + i, step);
+        return keys(step, i);
+      };
+      if (upper.rows)
+        multiply(D / kPiece, lower, upper, keys, scores_ + group * kLanes, kScores);
+      else
+        multiply_few<4>(D / kPiece, lower, fetching, scores_ + group * kLanes, kScores);
     }
+  }
+
+  // With few rows memory takes longer than the arithmetic, and blocks lie anywhere, so the hardware cannot foresee them. Beside
+  // one of a group's tiles: so much of its values, and of the keys half a partition later. A call that only fetches g++ drops.
+  [[gnu::always_inline]] static void fetch_part(const SPAN& s, int kv_head, int group, int step) {
+    constexpr int lines = kTileBytes * kSide * int(sizeof(KV)) / 2 / 64, each = lines * DV / D, later = kPartition / kLanes / 2;
+    if (group < s.first_group || group >= s.end_group) return;
+    const KV* keys = group + later < s.end_group ? s.keys(kv_head, (group + later) * kLanes)
+                     : group >= later            ? s.next_keys(kv_head, (group - later) * kLanes)
+                                                 : nullptr;
+    for (int line = 0; keys && line < lines; ++line) fetch(keys, step * lines + line);
+    const KV* values = s.values_run(kv_head, group * kLanes);
+    for (int line = 0; line < each; ++line) fetch(values, step * each + line);
+  }
+
+  // Row r's products become weights, as the first operand of `steps` steps. Without softcap and slopes the largest product
+  // is the largest score, and the scale is part of the exponent's.
+  template <class Seen>
+  [[gnu::noinline]] void weights(const SPAN& s, int rows, int r, int steps, const Seen& seen, float* state) {
+    using Score = decltype(seen.score);
+    float* const x = scores_ + r * kScores;
+    const int first = s.first_group / 2 * 2;
+    if (first < s.first_group) store(x + first * kLanes, splat(kNone));
+    if (s.end_group % 2) store(x + s.end_group * kLanes, splat(kNone));
+    const bool empty = seen.first >= seen.last;
+    const float factor = Score::kLinear ? seen.score.factor : 1, top = largest_score(s, seen, x), most = empty ? 0 : top;
+    const Lanes times = splat(factor * 1.44269504f), shift = splat(-(most * (factor * 1.44269504f)));
+    Lanes even = splat(0), odd = splat(0);
+    float* to = weights_ + r / kSide * kSide * steps * kSide + r % kSide * kSide;
+    const int next = kSide * std::min(rows - r / kSide * kSide, kSide);
+    const float* from = x + first * kLanes;
+    for (int step = 0; step < steps; ++step, from += kPiece, to += next) {
+      const Lanes low = power(fma(load(from), times, shift)), high = power(fma(load(from + kLanes), times, shift));
+      even = even + low;
+      odd = odd + high;
+      _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
+    }
+    state[0] = empty ? kNone : most * factor;
+    state[1] = sum(even + odd);
+  }
+
+  // Products that are not seen become kNone; where a score is more than a product times a factor, products become scores.
+  template <class Seen>
+  [[gnu::noinline]] static float largest_score(const SPAN& s, const Seen& seen, float* x) {
+    using Score = decltype(seen.score);
+    const Lanes from = splat(float(seen.first)), to = splat(float(seen.last));
+    Lanes top[4] = {splat(kNone), splat(kNone), splat(kNone), splat(kNone)};
+    const auto part = [&](int g) {
+      Lanes score = load(x + g * kLanes);
+      if constexpr (!Score::kLinear) score = seen.score(score, g * kLanes);
+      const Lanes index = iota() + splat(float(g * kLanes));
+      score = select((index >= from) & (index < to), score, splat(kNone));
+      store(x + g * kLanes, score);
+      top[0] = max(top[0], score);
+    };
+    int g = s.first_group;
+    if constexpr (Score::kLinear) {
+      const int whole = std::min((seen.first + kLanes - 1) / kLanes, s.end_group), end = seen.last / kLanes;
+      for (; g < whole; ++g) part(g);
+      for (; g + 4 <= end; g += 4)
+        for (int i = 0; i < 4; ++i) top[i] = max(top[i], load(x + (g + i) * kLanes));
+      for (; g < end; ++g) top[1] = max(top[1], load(x + g * kLanes));
+    }
+    for (; g < s.end_group; ++g) part(g);
+    return largest(max(max(top[0], top[1]), max(top[2], top[3])));
+  }
+
+  // Sums of values times weights, to to[row][STRIDE].
+  void weigh(const SPAN& s, int rows, int steps, float* to) const {
+    const TileRows lower = tile_rows(weights_, steps * kSide, rows, 0);
+    const TileRows upper = tile_rows(weights_, steps * kSide, rows, kSide);
+    const auto from = [values = values_at_ + s.first_group / 2](int at) {
+      return [values, at](int step, int i) { return values[step] + (at + i) * kTileWords; };
+    };
+    int at = 0;
+    for (; !upper.rows && at + 4 <= DV / kSide; at += 4)
+      multiply_few<4>(steps, lower, from(at), to + at * kSide, STRIDE);
+    for (; !upper.rows && at < DV / kSide; at += 2) multiply_few<2>(steps, lower, from(at), to + at * kSide, STRIDE);
+    for (; at < DV / kSide; at += 2) multiply(steps, lower, upper, from(at), to + at * kSide, STRIDE);
+  }
+
+  // So many groups' keys: where they lie, or widened.
+  void find_keys(const SPAN& s, int kv_head, int first, int groups) {
+    for (int g = std::max(first, s.first_group); g < std::min(first + groups, s.end_group); ++g) {
+      const KV* from = s.keys(kv_head, g * kLanes);
+      if constexpr (kInPlace) {
+        keys_at_[g] = reinterpret_cast<const float*>(from);
+      } else {
+        float* const to = keys_ + g * (kLanes / 2 * D);
+        keys_at_[g] = to;
+        for (int row = 0; row < D / 2; row += 2) widen(from + row * kPiece, to + row * kSide);
+      }
+    }
+  }
+
+  // The values of every 32 keys: where they lie, or, where a block has only 16 of them, some are not to be read or are to be
+  // widened, copied.
+  void find_values(const SPAN& s, int kv_head) {
+    for (int step = s.first_group / 2; step < (s.end_group + 1) / 2; ++step) {
+      const int key = step * kPiece;
+      if (kInPlace && BS >= kPiece && key + kPiece <= s.end) {
+        values_at_[step] = reinterpret_cast<const float*>(s.values(kv_head, key));
+        continue;
+      }
+      float* const to = values_ + step * (kPiece / 2 * DV);
+      values_at_[step] = to;
+      for (int g = 2 * step; g < 2 * step + 2; ++g) {
+        const int count = g < s.first_group ? 0 : std::clamp(s.end - g * kLanes, 0, kLanes);
+        const KV* from = count ? s.values(kv_head, g * kLanes) : nullptr;
+        if (count == kLanes)
+          copy_group(from, kLanes, to + g % 2 * kTileWords / 2);
+        else
+          copy_group(from, count, to + g % 2 * kTileWords / 2);
+      }
+    }
+  }
+
+  // Values of up to sixteen keys, zeros for the others.
+  static void copy_group(const KV* from, int keys, float* to) {
+    constexpr int run = std::min(BS, kPiece);
+    for (int column = 0; column < DV; column += kSide, to += kTileWords)
+      for (int row = 0; row < kLanes / 2; row += 2) {
+        if (2 * row < keys) widen(from + column * run + row * kPiece, to + row * kSide);
+        for (int i = row; i < row + 2; ++i) {
+          const int seen = std::clamp(keys - 2 * i, 0, 2);
+          if (seen == 2) continue;
+          const __m512i pairs = _mm512_load_si512(to + i * kSide);
+          _mm512_store_si512(to + i * kSide, seen ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)) : _mm512_setzero_si512());
+        }
+      }
   }
 };
 

@@ -1,9 +1,6 @@
 // Attention of a step's queries over the paged cache, for one layer. plugins/cpu/partitions.h has the order of arithmetic
 // and the division of work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a sink is joined last
-// of all.
-//
-// With AMX, over a cache of bf16, products are of bf16 (amx.h): a few rows in vectors, in the order of tiles, because memory
-// takes longer than the arithmetic; more in tiles. Both give the same bits.
+// of all. What a tile computes of a partition: vectors.h, or amx.h with AMX over a cache of bf16 or E4M3, whose products are of bf16.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -11,7 +8,9 @@
 #include "plugins/cpu/fp8.h"
 #include "plugins/cpu/partitions.h"
 #include "plugins/paged_attention/amx.h"
+#include "plugins/paged_attention/layout.h"
 #include "plugins/paged_attention/scoring.h"
+#include "plugins/paged_attention/vectors.h"
 
 namespace llmc {
 
@@ -23,10 +22,11 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   friend Base;
 
  public:
+  using Layout = BlockLayout<KH, D, DV, BS, KV>;
   static constexpr int kGroup = H / KH;
+  static constexpr int kTileRows = Layout::kTiled ? 64 : 24;
   static constexpr int kTileTokens = kGroup >= kTileRows ? 1 : kTileRows / kGroup;
   static constexpr int kRows = kTileTokens * kGroup;
-  static constexpr int kFull = DV / kLanes, kRest = DV % kLanes;
   static constexpr int64_t kOwn = 0;
   using Rows = Partial<DV>;
 
@@ -34,11 +34,9 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
       : Base(c, tid), in_(in), out_(out), scales_(scales) {}
 
   void run() {
-    alignas(64) float queries[kRows * D], scores[kRows * kPartition];
     alignas(64) float running[kRows * Rows::kStride], partial[kRows * Rows::kStride];
-    queries_ = queries, scores_ = scores;
-    [[maybe_unused]] Tiled tiled;
-    tiled_ = &tiled;
+    ForRows rows;
+    rows_ = &rows;
     this->run_tiles(running, partial);
   }
 
@@ -51,16 +49,17 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     int begin() const { return first_key(position); }  // the first key that any query sees
   };
 
-  struct InFloats {};
+  using Parts = Span<Layout, kPartition>;
+
+  struct InFloats {
+    alignas(64) float queries[kRows * D], scores[kRows * kPartition];
+    void load_query(int, int r, const float* q) { std::copy_n(q, D, queries + r * D); }
+  };
+
 #if LLMC_TILES
-  static constexpr bool kTiled =
-      std::is_same_v<KV, bf16> && D % amx::kPiece == 0 && DV % amx::kPiece == 0 && kRows <= amx::kBlockRows;
-  using Tiled = std::conditional_t<kTiled, amx::TiledRows<kRows, D>, InFloats>;
-  using Order = std::conditional_t<kTiled, amx::PairOrder, OneChain>;
+  using ForRows = std::conditional_t<Layout::kTiled, amx::TileRowsOf<kRows, D, DV, Rows::kStride, Parts>, InFloats>;
 #else
-  static constexpr bool kTiled = false;
-  using Tiled = InFloats;
-  using Order = OneChain;
+  using ForRows = InFloats;
 #endif
 
   using Base::c_;
@@ -68,8 +67,7 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   const PagedInputs& in_;
   float* out_;
   const SCALES& scales_;
-  float *queries_ = nullptr, *scores_ = nullptr;
-  Tiled* tiled_ = nullptr;
+  ForRows* rows_ = nullptr;
 
   // The first key that a query at a position sees; never before that of an earlier query.
   static int first_key(int position) {
@@ -116,33 +114,23 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     return total;
   }
 
-  static bool in_tiles(const Tile& t) { return kTiled && t.rows() > 4; }
-
   void load_queries(const Tile& t) const {
     for (int i = 0; i < t.tokens; ++i) {
       const float* from = in_.q + (int64_t(t.token + i) * H + t.kv_head * kGroup) * D;
-      if constexpr (kTiled)
-        for (int head = 0; in_tiles(t) && head < kGroup; ++head)
-          tiled_->load_query(t.rows(), i * kGroup + head, from + head * D);
-      if (!in_tiles(t)) Order::copy(from, kGroup * D, queries_ + i * kGroup * D);
+      for (int head = 0; head < kGroup; ++head) rows_->load_query(t.rows(), i * kGroup + head, from + head * D);
     }
   }
 
   // ---- one partition ----
 
-  struct Span {
-    const uint8_t* blocks[kPartition / BS];  // by block within the partition; only those from first_group on are set
-    const uint8_t* next[kPartition / BS];    // those of the partition behind it, null where the tile needs none
-    int first_group, end_group;              // groups of 16 keys that are touched
-    int end;                                 // one past the last key that is read; all relative to the partition
-  };
+  const KV* block(int32_t number) const {
+    return reinterpret_cast<const KV*>(c_.rank->kv + number * in_.block_bytes + in_.offset);
+  }
 
-  const uint8_t* block(int32_t number) const { return c_.rank->kv + number * in_.block_bytes + in_.offset; }
-
-  Span span(const Tile& t, int part) const {
+  Parts span(const Tile& t, int part) const {
     const int base = part * kPartition;
     const int begin = std::max(t.begin() - base, 0) / BS * BS;
-    Span s;
+    Parts s;
     s.end = std::min(t.end() - base, kPartition);
     s.first_group = begin / kLanes;
     s.end_group = (s.end + kLanes - 1) / kLanes;
@@ -153,187 +141,37 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     return s;
   }
 
+  Seen<S> seen(const Tile& t, int part, int r) const {
+    const int base = part * kPartition, position = t.position + r / kGroup;
+    const float scale = in_.scale * (scales_.key(t.kv_head) * Layout::kRead);
+    return {std::max(first_key(position) - base, 0),
+            std::min(position - base + 1, kPartition),
+            {scale, in_.softcap, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position}};
+  }
+
   void unit(const Tile& t, int part, float* to) const {
-    const Span s = span(t, part);
-    [[maybe_unused]] const typename Order::Rounding rounding;
-    score(s, t);
-    for (int r = 0; r < t.rows(); ++r) {
-      const int base = part * kPartition, position = t.position + r / kGroup;
-      const int first = std::max(first_key(position) - base, 0), last = std::min(position - base + 1, kPartition);
-      const float scale = in_.scale * (scales_.key(t.kv_head) * kLoaded<KV>);
-      const Score score(scale, in_.softcap, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position);
-      softmax(s.first_group, s.end_group, first, last, score, scores_ + r * kPartition,
-              to + r * Rows::kStride + Rows::kWidth);
-    }
-    weigh(s, t, to);
-  }
-
-  void score(const Span& s, const Tile& t) const {
-    if constexpr (kTiled)
-      if (in_tiles(t))
-        return tiled_->template score<BS>(
-            t.rows(), s.first_group, s.end_group, [&](int g) { return keys_at(s, t.kv_head, g * kLanes); }, scores_);
-    for_rows(t.rows(), [&](auto rows, int r) {
-      score_rows<decltype(rows)::value>(s, t.kv_head, queries_ + r * D, scores_ + r * kPartition, r == 0);
-    });
-  }
-
-  void weigh(const Span& s, const Tile& t, float* to) const {
-    if constexpr (kTiled)
-      if (in_tiles(t))
-        return tiled_->template weigh<DV>(
-            t.rows(), s.first_group, s.end, [&](int g) { return values_at(s, t.kv_head, g * kLanes); }, scores_, to,
-            Rows::kStride);
-    for (int r = 0; r < t.rows(); ++r) {
-      float* weights = scores_ + r * kPartition;
-      Order::copy(weights + s.first_group * kLanes, (s.end_group - s.first_group) * kLanes, weights + s.first_group * kLanes);
-    }
-    for_rows(t.rows(), [&](auto rows, int r) {
-      value_rows<decltype(rows)::value>(s, t.kv_head, scores_ + r * kPartition, to + r * Rows::kStride, r == 0);
-    });
-  }
-
-  static const KV* keys_at(const Span& s, int kv_head, int key) {
-    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(kv_head) * D * BS + key % BS;
-  }
-  static const KV* values_at(const Span& s, int kv_head, int key) {
-    return reinterpret_cast<const KV*>(s.blocks[key / BS]) + int64_t(KH) * D * BS +
-           (int64_t(kv_head) * BS + key % BS) * DV;
-  }
-
-  // Blocks lie anywhere in memory, so the hardware cannot foresee them, and with few rows memory takes longer than the
-  // arithmetic: while keys are read their values are fetched, and while values are read the next partition's keys.
-  static constexpr bool fetches(int rows) { return rows <= 4; }
-  static constexpr int lines(int numbers) { return (numbers * int(sizeof(KV)) + 63) / 64; }
-  template <_mm_hint To = _MM_HINT_T1>
-  static void fetch(const void* from, int line) {
-    _mm_prefetch(static_cast<const char*>(from) + 64 * line, To);
-  }
-
-  // Keys that come next in this partition; null behind it.
-  static const KV* after_keys(const Span& s, int kv_head, int group) {
-    return group < s.end_group ? keys_at(s, kv_head, group * kLanes) : nullptr;
-  }
-
-  // Vectors beside R rows that the registers have room for.
-  static constexpr int columns(int rows) {
-    if (kTiled) return rows > 2 ? 2 : rows > 1 ? 4 : 8;
-    if (LLMC_WIDE) return rows > 4 ? 2 : rows > 1 ? 4 : 8;
-    return rows > 2 ? 1 : rows > 1 ? 2 : 4;
-  }
-
-  // acc[r][n] += row(r) * column(n), holding the fewer of the two in registers.
-  template <int R, int N, class Row, class Column>
-  static void multiply(Lanes (&acc)[R][N], Row row, Column column) {
-    if constexpr (R <= 3) {
-      Lanes x[R];
-      for (int r = 0; r < R; ++r) x[r] = row(r);
-      for (int n = 0; n < N; ++n) {
-        const Lanes y = column(n);
-        for (int r = 0; r < R; ++r) acc[r][n] = fma(x[r], y, acc[r][n]);
-      }
+    const Parts s = span(t, part);
+    if constexpr (Layout::kTiled) {
+      rows_->unit(s, t.kv_head, t.rows(), [&](int r) { return seen(t, part, r); }, to);
     } else {
-      Lanes y[N];
-      for (int n = 0; n < N; ++n) y[n] = column(n);
-      for (int r = 0; r < R; ++r) {
-        const Lanes x = row(r);
-        for (int n = 0; n < N; ++n) acc[r][n] = fma(x, y[n], acc[r][n]);
+      const VectorRows<D, DV, Rows::kStride, Parts> vectors(s, t.kv_head);
+      vectors.score(t.rows(), rows_->queries, rows_->scores);
+      for (int r = 0; r < t.rows(); ++r) {
+        const Seen<S> row = seen(t, part, r);
+        softmax(s.first_group, s.end_group, row.first, row.last, row.score, rows_->scores + r * kPartition,
+                to + r * Rows::kStride + Rows::kWidth);
       }
+      vectors.weigh(t.rows(), rows_->scores, to);
     }
-  }
-
-  template <int R>
-  static void score_rows(const Span& s, int kv_head, const float* q, float* scores, bool first) {
-    constexpr int N = columns(R);
-    int g = s.first_group;
-    for (; s.end_group - g >= N; g += N) score_tile<R, N>(s, kv_head, q, g, scores, first);
-    for (; g < s.end_group; ++g) score_tile<R, 1>(s, kv_head, q, g, scores, first);
-  }
-
-  // Scores of R rows [R][D] and N groups of 16 keys.
-  template <int R, int N>
-  static void score_tile(const Span& s, int kv_head, const float* q, int group, float* scores, bool first) {
-    const KV *keys[N], *later[N], *values[N];
-    for (int n = 0; n < N; ++n) {
-      keys[n] = keys_at(s, kv_head, (group + n) * kLanes);
-      const KV* after = first && fetches(R) ? after_keys(s, kv_head, group + n + N) : nullptr;
-      later[n] = after ? after : keys[n];
-      values[n] = first ? values_at(s, kv_head, (group + n) * kLanes) : keys[n];
-    }
-    typename Order::template Sums<R, N> sums;
-    constexpr int step = D % 4 == 0 && 4 * BS * sizeof(KV) <= 64 ? 4 : D % 2 == 0 ? 2 : 1;  // a line of the cache
-    constexpr int kEach = (lines(kLanes * DV) * step + D - 1) / D;
-    for (int d = 0; d < D; d += step) {
-      for (int n = 0; fetches(R) && n < N; ++n) {
-        fetch<_MM_HINT_T0>(later[n] + d * BS, 0);
-        if (step * BS * sizeof(KV) > 64) fetch<_MM_HINT_T0>(later[n] + (d + step - 1) * BS, 0);
-        for (int line = 0; line < kEach; ++line) fetch(values[n], d / step * kEach + line);
-      }
-      for (int e = d; e < d + step; ++e)
-        multiply<R, N>(sums.at(e), [&](int r) { return splat(q[r * D + e]); }, [&](int n) { return load(keys[n] + e * BS); });
-      sums.close(d + step);
-    }
-    for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) store(scores + r * kPartition + (group + n) * kLanes, sums.total[r][n]);
   }
 
   static int head_of(const Tile& t, int row) { return t.kv_head * kGroup + row % kGroup; }
-
-  // What a product of query and key scores; `distance`: from the query's position to that of the partition's first key.
-  struct Score {
-    Lanes scale, softcap, slope;
-    int distance;
-    Score(float factor, float cap, float own_slope, int to_first)
-        : scale(splat(factor)), softcap(splat(cap)), slope(splat(own_slope)), distance(to_first) {}
-    Lanes operator()(Lanes product, int key) const {
-      Lanes x = product * scale;
-      if constexpr (S::softcap) x = tanh(x / softcap) * softcap;
-      if constexpr (S::slopes) x = fma(iota() + splat(float(key + distance)), slope, x);
-      return x;
-    }
-  };
-
-  template <int R>
-  static void value_rows(const Span& s, int kv_head, const float* weights, float* to, bool first) {
-    constexpr int N = columns(R);
-    int n = 0;
-    for (; kFull - n >= N; n += N) value_tile<R, N, kLanes>(s, kv_head, weights, n * kLanes, to, first);
-    for (; n < kFull; ++n) value_tile<R, 1, kLanes>(s, kv_head, weights, n * kLanes, to, first);
-    if constexpr (kRest > 0) value_tile<R, 1, kRest>(s, kv_head, weights, kFull * kLanes, to, first);
-  }
-
-  // Columns [column, column + 16 N) of R rows of weighted values; of the last vector only FILLED lanes exist.
-  template <int R, int N, int FILLED>
-  static void value_tile(const Span& s, int kv_head, const float* weights, int column, float* to, bool first_rows) {
-    typename Order::template Sums<R, N> sums;
-    // The next partition's keys are fetched in every pass over the columns, an equal part in each: memory is idle in none.
-    constexpr int most = columns(R), kPasses = kFull / most + kFull % most + (kRest > 0);
-    constexpr int kPart = (lines(D * BS) + kPasses - 1) / kPasses, kEach = (kPart + BS - 1) / BS;
-    const int part = (column / kLanes / most + column / kLanes % most) * kPart;
-    for (int first = s.first_group * kLanes; first < s.end; first += BS) {
-      const KV* values = values_at(s, kv_head, first) + column;
-      const uint8_t* next = fetches(R) && first_rows ? s.next[first / BS] : nullptr;
-      const KV* keys = reinterpret_cast<const KV*>(next) + int64_t(kv_head) * D * BS;
-      const int count = std::min(BS, s.end - first), fetching = next ? (kPart + kEach - 1) / kEach : 0;
-      const float* w = weights + first;
-      for (int i = 0; i < count; ++i, values += DV, ++w) {
-        for (int line = 0; i < fetching && line < kEach; ++line) fetch(keys, part + i * kEach + line);
-        multiply<R, N>(sums.at(i), [&](int r) { return splat(w[r * kPartition]); }, [&](int n) {
-          return FILLED == kLanes ? load(values + n * kLanes) : load(values + n * kLanes, FILLED);
-        });
-        sums.close(first + i + 1);
-      }
-    }
-    sums.close(0);
-    for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) store(to + r * Rows::kStride + column + n * kLanes, sums.total[r][n]);
-  }
 
   void finish(const Tile& t, float* running) const {
     for (int r = 0; r < t.rows(); ++r, running += Rows::kStride) {
       const int64_t token = t.token + r / kGroup, head = head_of(t, r);
       if constexpr (S::sinks) join_sink(running, in_.sinks[head]);
-      Rows::finish(running, out_ + (token * H + head) * DV, scales_.value(t.kv_head) * kLoaded<KV>);
+      Rows::finish(running, out_ + (token * H + head) * DV, scales_.value(t.kv_head) * Layout::kRead);
     }
   }
 

@@ -9,18 +9,25 @@ from llmc.plugins.cpu.blocks import KV_TYPES, head_scales, partial_floats, value
 from llmc.plugins.cpu.call import Call, CpuCall, KernelEnv, Literal, Pointer, Scratch
 from llmc.plugins.paged_attention import Attrs
 
-_TILE_ROWS = 24
+#: The most rows of a tile of queries (cpu.h), in vectors and in AMX's tiles.
+_TILE_ROWS, _AMX_ROWS = 24, 64
+
+
+def in_tiles(head_dim: int, v_dim: int, kv_dtype: str, tiles: bool) -> bool:
+    """Whether the cache lies in AMX's tiles, `BlockLayout::kTiled` of layout.h."""
+    return tiles and kv_dtype in ("bf16", "f8e4m3") and head_dim % 32 == 0 and v_dim % 32 == 0
 
 
 def layer_bytes(kv_heads: int, head_dim: int, v_dim: int, block_size: int, kv_dtype: str) -> int:
-    """One layer's share of a block: K [kv_heads][head_dim][block_size], then V [kv_heads][block_size][v_dim]."""
+    """One layer's share of a block: K, then V, in either layout of layout.h."""
     return kv_heads * (head_dim + v_dim) * value_bytes(block_size, kv_dtype)
 
 
-def scratch_bytes(heads: int, kv_heads: int, v_dim: int, max_context: int) -> int:
+def scratch_bytes(attrs: Attrs, kv_dtype: str, max_context: int, tiles: bool = False) -> int:
     """`PagedAttention::scratch_bytes` of cpu.h, for each thread (a test compares them)."""
-    group = heads // kv_heads
-    return 4 * partial_floats(max(1, _TILE_ROWS // group) * group, v_dim, max_context)
+    group = attrs.heads // attrs.kv_heads
+    most = _AMX_ROWS if in_tiles(attrs.head_dim, attrs.value_dim, kv_dtype, tiles) else _TILE_ROWS
+    return 4 * partial_floats(max(1, most // group) * group, attrs.value_dim, max_context)
 
 
 def scoring(attrs: Attrs) -> str:
@@ -44,9 +51,10 @@ def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorT
     )
     scales = head_scales(attrs.kv_scales, env.kv_dtype)
     cache = f"{env.block_size}, {KV_TYPES[env.kv_dtype]}"
+    scratch = scratch_bytes(attrs, env.kv_dtype, env.max_context, env.tiles)
     return CpuCall(
         header="plugins/paged_attention/cpu.h",
         function=f"paged_attention<{widths}, {cache}, {scoring(attrs)}, {scales.type}>",
         args=(Call("llmc::PagedInputs", values), Pointer("out", 0), scales),
-        scratch=Scratch(per_thread=scratch_bytes(attrs.heads, attrs.kv_heads, attrs.value_dim, env.max_context)),
+        scratch=Scratch(per_thread=scratch),
     )

@@ -1,13 +1,10 @@
 // What attention over the paged cache is given, and which of a model's features are compiled into it.
-//
-// Cache: a block holds, for this layer at `offset`, K as [kv_head][head_dim][block_size] (keys are lanes), then V as
-// [kv_head][block_size][v_dim]. block_size is 16, 32, 64, 128 or 256.
 #pragma once
 #include <cstdint>
 
-namespace llmc {
+#include "plugins/cpu/lanes.h"
 
-constexpr int kTileRows = 24;
+namespace llmc {
 
 // What is compiled into the kernel; what a model has not costs nothing. `window`, `chunk`: 0 for none.
 template <int WINDOW, int CHUNK, bool SOFTCAP, bool SLOPES, bool SINKS>
@@ -22,6 +19,27 @@ struct PagedInputs {
   const float *q, *slopes, *sinks;
   float scale, softcap;
   int64_t offset, block_bytes;
+};
+
+// What a product of query and key scores; `distance`: from the query's position to that of the partition's first key.
+template <class S>
+struct Score {
+  static constexpr bool kLinear = !S::softcap && !S::slopes;  // a product times `factor`
+  float factor, softcap, slope;
+  int distance;
+  Lanes operator()(Lanes product, int key) const {
+    Lanes x = product * splat(factor);
+    if constexpr (S::softcap) x = tanh(x / splat(softcap)) * splat(softcap);
+    if constexpr (S::slopes) x = fma(iota() + splat(float(key + distance)), splat(slope), x);
+    return x;
+  }
+};
+
+// The keys [first, last) of a partition that a row sees, and its scores.
+template <class S>
+struct Seen {
+  int first, last;
+  Score<S> score;
 };
 
 }  // namespace llmc

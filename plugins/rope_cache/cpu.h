@@ -1,16 +1,16 @@
 // Norm, rotary embedding and the write of keys and values into the paged cache, for one layer.
 //
-// The cache's layout is that of plugins/paged_attention/cpu.h: within a block, at `offset`, K as
-// [kv_head][head_dim][block_size], then V as [kv_head][block_size][v_dim]. Token i of sequence s stands at position
-// context_len[s] - (tokens of s in this step) + i. Every element has one order of operations: x * cos + turned(x) * sin
-// without fusing, as Hugging Face computes it; squares are summed in 16 lanes and their tree; keys and values are divided
-// by their head's scale, where there is one, before they are rounded to what the cache holds.
+// The cache's layout is that of plugins/paged_attention/layout.h, within a block at `offset`. Token i of sequence s stands
+// at position context_len[s] - (tokens of s in this step) + i. Every element has one order of operations: x * cos +
+// turned(x) * sin without fusing, as Hugging Face computes it; squares are summed in 16 lanes and their tree; keys and values
+// are divided by their head's scale, where there is one, before they are rounded to what the cache holds.
 #pragma once
 #include <algorithm>
 #include <cmath>
 
 #include "plugins/cpu/fp8.h"
 #include "plugins/cpu/runtime.h"
+#include "plugins/paged_attention/layout.h"
 
 namespace llmc {
 
@@ -37,6 +37,8 @@ struct RopeInputs {
 
 template <int H, int KH, int D, int DV, int R, Rotary STYLE, class NORM, int BS, class KV, class SCALES>
 class RopeCache {
+  using Layout = BlockLayout<KH, D, DV, BS, KV>;
+
  public:
   RopeCache(const Ctx& c, const RopeInputs& in, float* out, int64_t offset, int64_t block_bytes, const SCALES& scales)
       : c_(c), step_(*c.step), in_(in), out_(out), offset_(offset), block_bytes_(block_bytes), scales_(scales) {}
@@ -80,11 +82,9 @@ class RopeCache {
     const int slot = position % BS;
     float key[D];
     transform(in_.k + token * in_.k_stride + head * D, token, head, key_norm(token), key);
-    KV* keys = block + int64_t(head) * D * BS + slot;
-    for (int d = 0; d < D; ++d) store_as(key[d] / scales_.key(head), keys + d * BS);
+    for (int d = 0; d < D; ++d) store_as(key[d] / scales_.key(head), block + Layout::key(head, slot, d));
     const float* value = in_.v + token * in_.v_stride + head * DV;
-    KV* values = block + int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * DV;
-    for (int d = 0; d < DV; ++d) store_as(value[d] / scales_.value(head), values + d);
+    for (int d = 0; d < DV; ++d) store_as(value[d] / scales_.value(head), block + Layout::value(head, slot, d));
   }
 
   // What a head of q or of k is normed with; `square`: the mean square over all heads, where that is what counts.

@@ -61,6 +61,11 @@ class CpuTarget(TargetDescription):
     tactics: Tactics
 
     @property
+    def tiles(self) -> bool:
+        """Whether it has AMX."""
+        return "amx_tile" in self.features
+
+    @property
     def cxx_flags(self) -> tuple[str, ...]:
         """What g++ is told of the target."""
         return (*self.isa_flags, *self.tactics.cxx_flags)

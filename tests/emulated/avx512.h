@@ -166,6 +166,19 @@ EMULATED __m512 _mm512_roundscale_ps(__m512 a, int how) {
   if (how != (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) __builtin_trap();
   return map<float>(a, [](float x) { return std::nearbyint(x); });
 }
+// x - floor(x), and x * 2^floor(y).
+EMULATED __m512 _mm512_reduce_ps(__m512 a, int how) {
+  if (how != (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)) __builtin_trap();
+  return map<float>(a, [](float x) { return std::isinf(x) ? 0.0f : x - std::floor(x); });
+}
+EMULATED __m512 _mm512_scalef_ps(__m512 a, __m512 b) {
+  return map<float>(a, b, [](float x, float y) {
+    const float n = std::floor(y);
+    if (n != n || x != x) return x + n;
+    if (std::isinf(n)) return n > 0 ? x * n : x * 0.0f;
+    return std::scalbn(x, int(std::fmax(-1000.0f, std::fmin(1000.0f, n))));
+  });
+}
 EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   const auto x = elements<float>(a), y = elements<float>(b);
   int mask = 0;
@@ -295,6 +308,26 @@ EMULATED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
   uint32_t mask = 0;
   for (int i = 0; i < 32; ++i) mask |= uint32_t((x.at[i] & y.at[i]) == 0) << i;
   return mask;
+}
+
+EMULATED __mmask64 _mm512_cmpge_epu8_mask(__m512i a, __m512i b) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b);
+  uint64_t mask = 0;
+  for (int i = 0; i < 64; ++i) mask |= uint64_t(x.at[i] >= y.at[i]) << i;
+  return mask;
+}
+EMULATED __mmask32 _mm512_cmpeq_epi16_mask(__m512i a, __m512i b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
+  uint32_t mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= uint32_t(x.at[i] == y.at[i]) << i;
+  return mask;
+}
+EMULATED __m512i _mm512_mask_blend_epi16(__mmask32 m, __m512i a, __m512i b) {
+  const auto x = elements<uint16_t>(a), y = elements<uint16_t>(b);
+  return each<__m512i, uint16_t>([&](int i) { return m >> i & 1 ? y.at[i] : x.at[i]; });
+}
+EMULATED __m512i _mm512_sub_epi8(__m512i a, __m512i b) {
+  return map<uint8_t>(a, b, [](uint8_t x, uint8_t y) { return uint8_t(x - y); });
 }
 
 // Subnormal operands and results are zeros of their sign; rounding is to nearest even.

@@ -18,6 +18,7 @@ from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
 from llmc.plugins.paged_attention import Attrs, infer
 from llmc.plugins.paged_attention import cpu as paged_cpu
+from llmc.profiles import load_cpu_target
 from tests.unit.plugins.compiled import ISAS, aligned
 from tests.unit.plugins.native_step import Launch, Rank, Step, build, source
 
@@ -59,9 +60,12 @@ class Shape:
         seen = sum(range(self.context - self.tokens + 1, self.context + 1))
         return 4 * seen * self.heads * self.head_dim
 
-    def launch(self) -> Launch:
+    def launch(self, tiles: bool) -> Launch:
         size = paged_cpu.layer_bytes(self.kv_heads, self.head_dim, self.head_dim, self.block_size, self.kv_dtype)
-        env = KernelEnv((1, 4096), (1, 64), 1, self.block_size, self.kv_dtype, size, {0: 0}, 64, self.context)
+        env = KernelEnv(
+            (1, 4096), (1, 64), 1, self.block_size, self.kv_dtype, size, {0: 0}, 64, self.context,
+            tiles=tiles,
+        )  # fmt: skip
         scales = ((0.25,) * self.kv_heads, (0.5,) * self.kv_heads) if self.kv_dtype == "f8e4m3" else None
         attrs = Attrs(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, kv_scales=scales)
         inputs = (TensorType("f32", ("T", self.heads, self.head_dim)),)
@@ -80,6 +84,7 @@ SHAPES = [
     Shape("prefill 512, 9 heads on 3, 64", 9, 3, 64, "bf16", 512, 512),
     Shape("prefill 512, 9 heads on 3, 64", 9, 3, 64, "f32", 512, 512),
     Shape("prefill 512 of 8192, 9 heads on 3, 64", 9, 3, 64, "bf16", 8192, 512),
+    Shape("prefill 512 of 8192, 9 heads on 3, 64", 9, 3, 64, "f8e4m3", 8192, 512),
     Shape("prefill 512, 32 heads on 8, 128", 32, 8, 128, "bf16", 512, 512),
 ]
 
@@ -136,8 +141,9 @@ def main() -> None:
     options = parser.parse_args()
     x, size = TensorType("f32", ("T",)), TensorType("f32", (1024,))
     read = CpuCall("plugins/cpu/runtime.h", "read_all", (Pointer("in", 0), Pointer("out", 0), Product(("T",))), _READ)
-    launches = [*(shape.launch() for shape in SHAPES), Launch(read, (x,), (size,))]
     for isa in options.isa:
+        tiles = load_cpu_target(f"cpu:{isa}").tiles
+        launches = [*(shape.launch(tiles) for shape in SHAPES), Launch(read, (x,), (size,))]
         for threads in options.threads:
             reads = measure_reads(launches, isa, threads, options.repeat)
             print(f"{isa}, {threads} threads: reads {reads / 1e9:.1f} GB/s")

@@ -154,17 +154,37 @@ class Rank:
         self.dll.test_close(self.handle)
 
 
-def pack(cache: KVCache, dtype: str) -> np.ndarray:
-    """The cache as kernels hold it: u8[num_blocks, bytes], K [kv_head][head_dim][slot], V [kv_head][slot][head_dim]."""
+def pack(cache: KVCache, dtype: str, tiles: bool = False) -> np.ndarray:
+    """The cache as kernels hold it (paged_attention/layout.h), read in vectors or in tiles: u8[num_blocks, bytes]."""
     keys, values = (x.astype(NUMPY_DTYPES[dtype]) for x in (cache.keys, cache.values))
     count = len(keys)
-    parts = [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
+    parts = [_key_tiles(keys), _value_tiles(values)] if tiles else [keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)]
     flat = [np.ascontiguousarray(part).reshape(count, -1).view(np.uint8) for part in parts]
     return aligned(np.concatenate(flat, axis=1))
 
 
-def unpack(packed: np.ndarray, block_size: int, kv_heads: int, widths: tuple[int, int], dtype: str) -> KVCache:
+def _key_tiles(keys: np.ndarray) -> np.ndarray:
+    count, size, heads, width = keys.shape
+    return keys.reshape(count, size // 16, 16, heads, width // 2, 2).transpose(0, 3, 1, 4, 2, 5)
+
+
+def _value_tiles(values: np.ndarray) -> np.ndarray:
+    count, size, heads, width = values.shape
+    run = min(size, 32)
+    return values.reshape(count, size // run, run // 2, 2, heads, width // 16, 16).transpose(0, 4, 1, 5, 2, 6, 3)
+
+
+def unpack(
+    packed: np.ndarray, block_size: int, kv_heads: int, widths: tuple[int, int], dtype: str, tiles: bool = False
+) -> KVCache:
     """The inverse of `pack`; `widths` of a key and of a value head."""
+    count = len(packed)
     keys, values = np.split(packed.view(NUMPY_DTYPES[dtype]), [kv_heads * widths[0] * block_size], axis=1)
-    keys = keys.reshape(-1, kv_heads, widths[0], block_size).transpose(0, 3, 1, 2)
-    return KVCache(keys, values.reshape(-1, kv_heads, block_size, widths[1]).transpose(0, 2, 1, 3))
+    if tiles:
+        run = min(block_size, 32)
+        shape = (count, kv_heads, block_size // run, widths[1] // 16, run // 2, 16, 2)
+        keys = keys.reshape(count, kv_heads, block_size // 16, widths[0] // 2, 16, 2).transpose(0, 2, 4, 1, 3, 5)
+        values = values.reshape(shape).transpose(0, 2, 4, 6, 1, 3, 5)
+        return KVCache(*(x.reshape(count, block_size, kv_heads, -1) for x in (keys, values)))
+    keys = keys.reshape(count, kv_heads, widths[0], block_size).transpose(0, 3, 1, 2)
+    return KVCache(keys, values.reshape(count, kv_heads, block_size, widths[1]).transpose(0, 2, 1, 3))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
+from llmc.plugins.cpu.blocks import KV_TYPES
 from llmc.plugins.cpu.call import KernelEnv
 from llmc.plugins.operator import KVCache, StepContext
 from llmc.plugins.paged_attention import Attrs, infer, reference
@@ -30,12 +31,12 @@ class Case:
     block_size: int
     kv_dtype: str
 
-    def launch(self) -> Launch:
+    def launch(self, tiles: bool = False) -> Launch:
         a = self.attrs
         size = paged_cpu.layer_bytes(a.kv_heads, a.head_dim, a.value_dim, self.block_size, self.kv_dtype)
         env = KernelEnv(
             (1, 2048), (1, 64), block_size=self.block_size, kv_dtype=self.kv_dtype, kv_block_bytes=size,
-            kv_offsets={a.layer: 0}, max_context=MAX_CONTEXT,
+            kv_offsets={a.layer: 0}, max_context=MAX_CONTEXT, tiles=tiles,
         )  # fmt: skip
         inputs = (TensorType("f32", ("T", a.heads, a.head_dim)), *a.scoring.head_inputs(a.heads))
         outputs = infer(a, inputs)
@@ -208,15 +209,16 @@ def test_scales_of_other_heads_would_be_seen() -> None:
     assert np.abs(out - expected(other, step, cache, q)).max() > 0.1
 
 
-def test_scratch_formula_is_the_kernels() -> None:
+@pytest.mark.parametrize(("isa", "tiles"), [(ISAS[0], False), ("x86-64-amx", True)])
+def test_scratch_formula_is_the_kernels(isa: str, tiles: bool) -> None:
     checks = [
         f"static_assert(llmc::PagedAttention<{c.attrs.heads}, {c.attrs.kv_heads}, {c.attrs.head_dim}, "
-        f"{c.attrs.value_dim}, {c.block_size}, float, llmc::{PLAIN}>::scratch_bytes({n}) == "
-        f"{paged_cpu.scratch_bytes(c.attrs.heads, c.attrs.kv_heads, c.attrs.value_dim, n)});"
+        f"{c.attrs.value_dim}, {c.block_size}, {KV_TYPES[c.kv_dtype]}, llmc::{PLAIN}>::scratch_bytes({n}) == "
+        f"{paged_cpu.scratch_bytes(c.attrs, c.kv_dtype, n, tiles)});"
         for c in CASES
         for n in (1, 256, 257, 8192)
     ]
-    build("\n".join(['#include "plugins/paged_attention/cpu.h"', *checks]), ISAS[:1])
+    build("\n".join(['#include "plugins/paged_attention/cpu.h"', *checks]), (isa,))
 
 
 def test_refuses_what_it_cannot_do() -> None:

@@ -1,5 +1,5 @@
-"""paged_attention with products of bf16 (AMX): the reference of rounded queries, and the same bits in vectors and in
-tiles, in any chunk, beside any neighbour. Emulated where this machine lacks AMX.
+"""paged_attention with products of bf16 (AMX): the reference of rounded queries, and the same bits alone, in any chunk,
+beside any neighbour. Emulated where this machine lacks AMX.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from tests.unit.plugins.native_step import Rank, Step, build, pack, source
 from tests.unit.plugins.test_attention import Case, expected, hide_after, make
 
 ISA = "x86-64-amx"
-#: Groups of 3 (vectors for a token), 4, 1 and 24; windows that begin between tiles; last, heads that no tile takes.
+#: Groups of 3, 4, 1 and 24; blocks in which values lie in tiles and those that are copied; windows that begin between
+#: tiles; a cache of FP8; last, heads that no tile takes.
 CASES = [
     Case(Attrs(0, 9, 3, 64, 0.125), 16, "bf16"),
     Case(Attrs(0, 8, 2, 128, 0.09, window=300), 32, "bf16"),
     Case(Attrs(0, 4, 4, 96, 0.1, window=37, softcap=30.0), 16, "bf16"),
     Case(Attrs(0, 24, 1, 32, 0.2, v_dim=64, sinks=True), 256, "bf16"),
+    Case(Attrs(0, 4, 2, 64, 0.1, v_dim=96, slopes=True), 64, "bf16"),
+    Case(Attrs(0, 9, 3, 64, 0.125, kv_scales=((0.25, 0.013, 3.0), (1.0, 0.5, 0.07))), 16, "f8e4m3"),
+    Case(Attrs(0, 4, 2, 96, 0.1, v_dim=64, window=70, kv_scales=((0.1, 0.3), (0.2, 2.0))), 64, "f8e4m3"),
     Case(Attrs(0, 4, 2, 40, 0.2), 16, "bf16"),
 ]
-NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}" for c in CASES]
+NAMES = [f"{c.attrs.heads}over{c.attrs.kv_heads}x{c.attrs.head_dim}-{c.kv_dtype}" for c in CASES]
 TILED = range(len(CASES) - 1)
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL:
-    return build(source([case.launch() for case in CASES]), (ISA,))[ISA]
+    return build(source([case.launch(tiles=True) for case in CASES]), (ISA,))[ISA]
 
 
 def run(index: int, step: Step, cache: KVCache, q: np.ndarray, threads: int = 1) -> np.ndarray:
     case = CASES[index]
-    rank = Rank(compiled(), [case.launch() for case in CASES], threads, pack(cache, case.kv_dtype))
+    launches = [case.launch(tiles=True) for case in CASES]
+    rank = Rank(compiled(), launches, threads, pack(cache, case.kv_dtype, index in TILED))
     out = np.full((len(q), q.shape[1] * case.attrs.value_dim), np.nan, np.float32)
     assert rank.call(index, step, [q, *case.by_head()], [out]) == 0
     rank.close()
@@ -57,7 +62,7 @@ def test_is_the_reference_of_queries_in_bf16(index: int, lengths: list[tuple[int
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=NAMES)
-def test_vectors_tiles_chunks_and_neighbours_give_the_same_bits(index: int) -> None:
+def test_chunks_and_neighbours_give_the_same_bits(index: int) -> None:
     case, total = CASES[index], 330
     step, cache, q = make(case, [(0, total)], seed=7)
     whole = run(index, step, cache, q, threads=2)
@@ -80,7 +85,7 @@ def test_vectors_tiles_chunks_and_neighbours_give_the_same_bits(index: int) -> N
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-19, 1e-30])
-def test_tiny_numbers_are_the_same_bits_in_vectors_and_in_tiles(size: float) -> None:
+def test_tiny_numbers_are_the_same_bits_in_every_chunk(size: float) -> None:
     """Products below the smallest normal float count as zeros in both."""
     case, total = CASES[0], 40
     step, cache, q = make(case, [(0, total)], seed=3)

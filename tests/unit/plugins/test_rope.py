@@ -46,14 +46,16 @@ def types_of(a: Attrs) -> tuple[TensorType, ...]:
     return tuple(TensorType("f32", shape) for shape in shapes)
 
 
+def _launch(case: tuple[Attrs, int, str]) -> Launch:
+    a, block_size, dtype = case
+    size = layer_bytes(a.kv_heads, a.head_dim, a.value_dim, block_size, dtype)
+    env = KernelEnv((1, 64), (1, 8), 1, block_size, dtype, size, {a.layer: 0}, 8, 256)
+    outputs = infer(a, types_of(a))
+    return Launch(launch(a, types_of(a), outputs, env), types_of(a), outputs)
+
+
 def launches() -> list[Launch]:
-    result = []
-    for a, block_size, dtype in CASES:
-        size = layer_bytes(a.kv_heads, a.head_dim, a.value_dim, block_size, dtype)
-        env = KernelEnv((1, 64), (1, 8), 1, block_size, dtype, size, {a.layer: 0}, 8, 256)
-        outputs = infer(a, types_of(a))
-        result.append(Launch(launch(a, types_of(a), outputs, env), types_of(a), outputs))
-    return result
+    return [_launch(case) for case in CASES]
 
 
 @functools.cache
@@ -124,6 +126,35 @@ def test_matches_reference(index: int, lengths: list[tuple[int, int]], seed: int
             np.testing.assert_array_equal(got.keys, cache.keys)
         np.testing.assert_array_equal(got.values, cache.values)
     assert results[0] == results[-1]
+
+
+TILED = [
+    (Attrs(0, 4, 2, 64, rotary=32), 16, "bf16"),
+    (Attrs(0, 3, 1, 32, rotary=32, v_dim=96), 64, "bf16"),
+    (Attrs(0, 4, 2, 64, rotary=64, kv_scales=((0.01, 0.3), (2.0, 0.004))), 32, "f8e4m3"),
+]
+
+
+@pytest.mark.parametrize("case", TILED, ids=[f"{a.head_dim}-{size}-{dtype}" for a, size, dtype in TILED])
+def test_with_amx_the_same_numbers_lie_as_tiles_do(case: tuple[Attrs, int, str]) -> None:
+    (a, block_size, dtype), rng = case, np.random.default_rng(1)
+    launches = [_launch(case)]
+    step, blocks = make_step([(5, 60), (0, 3), (33, 1)], block_size, rng)
+    inputs = make_inputs(a, int(step.query_start[-1]), rng)
+    widths, held, outs = (a.head_dim, a.value_dim), {}, {}
+    for isa in (ISAS[0], "x86-64-amx"):
+        cache = KVCache(*(np.zeros((blocks, block_size, a.kv_heads, w), NUMPY_DTYPES[dtype]) for w in widths))
+        packed, outs[isa] = pack(cache, dtype), np.zeros((len(inputs[0]), a.heads, a.head_dim), np.float32)
+        rank = Rank(build(source(launches), (isa,))[isa], launches, 2, packed)
+        assert rank.call(0, step, inputs, [outs[isa]]) == 0
+        rank.close()
+        held[isa] = unpack(packed, block_size, a.kv_heads, widths, dtype, tiles=isa == "x86-64-amx")
+    np.testing.assert_array_equal(*outs.values())
+    rows, tiles = held.values()
+    for pair in ((rows.keys, tiles.keys), (rows.values, tiles.values)):
+        one, other = (np.ascontiguousarray(x).view(np.uint8) for x in pair)
+        np.testing.assert_array_equal(one, other)
+        assert one.any()
 
 
 def test_bf16_rounds_to_nearest_even_and_keeps_nan() -> None:
