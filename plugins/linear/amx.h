@@ -172,7 +172,10 @@ struct TileKernel : Kernel {
     const float* scales = packed_x + int64_t(rows) * this->width();
     const int blocks = (rows + kBlockRows - 1) / kBlockRows, panels = this->panels();
     int chunks = (rows + kChunk - 1) / kChunk;
-    while (this->c.threads > 1 && panels * chunks < 16 * this->c.threads && chunks * 2 <= blocks) chunks *= 2;
+    // Work for every thread; and so many pieces that they end together, where a piece has 128 rows to decode weights for.
+    const int threads = this->c.threads > 1 ? this->c.threads : 0;
+    while (panels * chunks < threads && chunks * 2 <= blocks) chunks *= 2;
+    while (panels * chunks < 8 * threads && chunks * 8 <= blocks) chunks *= 2;
     TileShapes shapes;
     for (int64_t unit; (unit = this->c.take(int64_t(panels) * chunks, this->tid)) >= 0;) {
       const int p = int(unit / chunks), chunk = int(unit % chunks);
