@@ -316,8 +316,7 @@ def _build_info(
         own = front.own.scheme if front.own is not None and kept else None
         if options.precision == "fp8":
             config["fp8_activations"] = own.activations if own else options.fp8_activations
-        if not own:
-            config["lm_head_dtype"] = options.lm_head_dtype
+        config["lm_head_dtype"] = options.lm_head_dtype
         config[f"{options.precision}_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
     if front.kv is not None:
         config["kv_scales"] = front.kv.source

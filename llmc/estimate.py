@@ -91,7 +91,7 @@ def _facts(
 
     precision = precision or default_precision(checkpoint)
     require_fp8(target, precision, kv_dtype, lm_head_dtype)
-    rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
+    rounding = RoundingOptions(lm_head_dtype=lm_head_dtype, usual_head=usual_head(target))
     limited = checkpoint.longest is not None
     shapes = load_profile(profile, checkpoint.longest or context, target, limited, checkpoint.stretch)
     traced, _ = cached_trace(checkpoint, ObjectCache(default_folder("traces"), suffix=".trace"), shapes.max_seq_len)
@@ -102,7 +102,7 @@ def _facts(
         tp=tp,
         fp8_activations=target.fp8_activations,
         own=checkpoint.quantization,
-        lm_head_dtype=(lm_head_dtype or usual_head(target)) if rounds else "bf16",
+        lm_head_dtype=rounding.head(checkpoint, precision),
     )
     compiled = pipeline.run(traced.graph, options)
     chunk = shapes.max_num_batched_tokens

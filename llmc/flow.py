@@ -169,7 +169,7 @@ def _build(
     text = evaluation_text(source, exam, longest) if exam.evaluate and unable is None else None
     if options.kv_dtype == "f8e4m3" or (target.kind != "cpu" and options.precision in WEIGHTS):
         # Refuses a cache that cannot be FP8, and what has no kernels, before minutes of calibration.
-        dry_run(checkpoint, dataclasses.replace(options, lm_head_dtype=rounding.lm_head_dtype or rounding.usual_head))
+        dry_run(checkpoint, dataclasses.replace(options, lm_head_dtype=rounding.head(checkpoint, options.precision)))
     table = rounding.table(checkpoint, options.precision, progress)
     kv = kv_table(source, options.kv_dtype, calib, progress, options.cache)
     options = rounding.resolve(options, table)
@@ -294,8 +294,8 @@ def plan_memory(
             f"--dry-run --target cuda:sm_{described.sm} has the keys and values, and the weights"
         )
     require_fp8(described, precision, kv_dtype, lm_head_dtype)
-    rounds = RoundingOptions(lm_head_dtype=lm_head_dtype).applies(checkpoint, precision)
-    head = (lm_head_dtype or usual_head(described)) if rounds else "bf16"
+    rounding = RoundingOptions(lm_head_dtype=lm_head_dtype, usual_head=usual_head(described))
+    head = rounding.head(checkpoint, precision)
     options = BuildOptions(precision, tp, profile, target, kv_dtype, lm_head_dtype=head)
     return dry_run(checkpoint, options)
 

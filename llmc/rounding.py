@@ -56,12 +56,19 @@ class RoundingOptions:
         own = checkpoint.quantization
         if own is not None and own.linears and own.scheme.weights == precision:
             for option, value in self.given().items():
+                if option == "--lm-head-dtype":  # which such a checkpoint leaves alone
+                    continue
                 raise UsageError(
                     f"{option} {value}: this checkpoint is {precision.upper()} already and brings its own scales; drop "
                     f"{option}"
                 )
             return False
         return True
+
+    def head(self, checkpoint: Checkpoint, precision: str) -> str:
+        """What the output head is to be: as asked, else as usual where weights are rounded, else bf16."""
+        rounds = self.applies(checkpoint, precision)
+        return self.lm_head_dtype or (self.usual_head if rounds else "bf16")
 
     def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
         """None unless weights are rounded. Raises UsageError for options without effect or against the table's own,
@@ -101,7 +108,7 @@ class RoundingOptions:
     def resolve(self, options: BuildOptions, table: CalibrationTable | None) -> BuildOptions:
         """What the build's FP8 layers make of their inputs, and what its output head is."""
         activations = self.activations or (table.activations if table is not None else None) or self.usual
-        head = "bf16" if table is None else _head_of(table)
+        head = (self.lm_head_dtype or "bf16") if table is None else _head_of(table)
         return replace(options, fp8_activations=activations, lm_head_dtype=head)
 
     def given(self) -> dict[str, object]:

@@ -116,12 +116,14 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             continue
         if stored:
             kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe, precision.name)
-            edit.swap(
-                node,
-                _own(view, edit, node, kept, _own_x_scale(stored, recipe), precision)
-                if kept
-                else _bf16(view, edit, node),
-            )
+            rounded = kept is None and node.out in heads and precision.lm_head != "bf16"
+            if kept:
+                edit.swap(node, _own(view, edit, node, kept, _own_x_scale(stored, recipe), precision))
+            elif rounded:
+                edit.swap(node, _by_row(view, edit, node, precision, precision.lm_head, "none"))
+                notes.append(f"{node.op} @{node.path}: the output head is rounded to FP8, to nearest")
+            else:
+                edit.swap(node, _bf16(view, edit, node))
             matched, own = matched + 1, own + (kept is not None)
             continue
         edit.swap(node, _node(view, edit, node, precision, node.out in heads, notes))

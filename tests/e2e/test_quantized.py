@@ -68,6 +68,22 @@ def test_modelopts_bytes_and_scales_are_in_the_plan(tmp_path: Path) -> None:
         flow.build(folder, tmp_path / "q.plan", precision="fp8", calib=tmp_path / "table.json")
 
 
+def test_the_output_head_that_a_checkpoint_left_alone_is_rounded_where_that_is_asked(tmp_path: Path) -> None:
+    folder = save_modelopt(tmp_path / "fp8", "llama")
+    got = {}
+    for head in ("bf16", "fp8"):
+        report = flow.build(
+            folder, tmp_path / f"{head}.plan", precision="fp8", lm_head_dtype=head, evaluate=False, profile=SMALL
+        )
+        plan = Plan.open(report.plan)
+        assert plan.manifest.build.config["lm_head_dtype"] == head
+        assert ("the output head is rounded to FP8" in quantize_notes(plan)) == (head == "fp8")
+        assert ("fp8_scale(" in bytes(plan.section("graph/rank0.ir")).decode()) == (head == "fp8")
+        with Probe(plan) as probe:
+            got[head] = probe.logits(IDS)
+    assert 0.99 < cosine(got["bf16"], got["fp8"]) < 1 - 1e-6
+
+
 def test_modelopts_bytes_are_kept_where_one_tensor_is_several_layers(tmp_path: Path) -> None:
     flow.dump_passes(save_modelopt(tmp_path / "fp8", "phi3"), tmp_path / "ir", "quantize", precision="fp8")
     graph = max((tmp_path / "ir").iterdir()).read_text()

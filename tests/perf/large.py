@@ -36,6 +36,7 @@ def build(folder: Path, precision: str, target: str) -> Path:
             model = make_checkpoint(Path(made) / "random", LLAMA_1B, fp8=precision == "fp8")
             option = ["--fp8"] if precision == "fp8" else ["--dtype", precision]
             words = ["build", "--model", str(model), *option, "--target", target, "-o", str(plan)]
+            words += ["--lm-head-dtype", "fp8"] if precision == "fp8" else []  # as Q8_0's is rounded
             words += ["--no-evaluate", "--no-cache", "--json"]
             done = subprocess.run([sys.executable, "-m", "llmc", *words], check=True, stdout=subprocess.PIPE, text=True)
         report = json.loads(done.stdout)
