@@ -86,6 +86,13 @@ def parse_weights(text: str) -> dict[str, float]:
     show_default=True,
     help="Compose a step while the one before it is computed, or between the two. Answers are the same.",
 )
+@click.option(
+    "--mmap/--no-mmap",
+    default=True,
+    show_default=True,
+    help="Leave weights in the plan's file, shared by all who serve it, or copy each rank's into huge pages: decode is "
+    "some per cent faster.",
+)
 @click.option("--served-model-name", "names", multiple=True, help="Name in the API; may be given more than once.")
 @click.option("--threads", type=int, help="Threads per rank. Default: what the core finds right.")
 @click.option(

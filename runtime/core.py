@@ -72,6 +72,7 @@ class Core:
         profile, model = plan.manifest.profile, plan.manifest.model
         options.check(profile)
         options.check_disk(plan.manifest)
+        options.check_mmap(plan.manifest)
         host_bytes = options.kv_host_bytes
         if host_bytes is None and options.kv_disk is not None:
             host_bytes = staging_bytes(plan.manifest)
@@ -88,6 +89,7 @@ class Core:
             watch=channel.fileno(),
             on_wait=self._beat,
             verify=options.verify,
+            mmap=options.mmap,
         )
         self._max_num_seqs = options.max_num_seqs or profile.max_num_seqs
         caching = options.reuses_prefixes(plan.manifest)

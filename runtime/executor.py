@@ -97,7 +97,8 @@ class Executor:
     `num_blocks` says the same in blocks, `host_bytes` is what `copy` may fill. `watch` is a descriptor whose hang-up
     ends a step with ParentGone. With `timed` each launch's time is noted, for `launch_seconds`. `on_wait` is called
     twice a second while it waits. With `verify` the plan's sections are compared with their hashes, while the ranks'
-    processes start and before anything of it is loaded. Raises LlmcError where the plan cannot be loaded here.
+    processes start and before anything of it is loaded. Without `mmap` ranks copy their weights into huge pages. Raises
+    LlmcError where the plan cannot be loaded here.
     """
 
     def __init__(
@@ -114,10 +115,11 @@ class Executor:
         timed: bool = False,
         on_wait: Callable[[], None] = lambda: None,
         verify: bool = False,
+        mmap: bool = True,
     ) -> None:
         plan.check_machine()
         manifest, profile = plan.manifest, plan.manifest.profile
-        self.plan = plan
+        self.plan, self._mmap = plan, mmap
         self.block_size = profile.block_size
         wish = {"kv_bytes": kv_bytes, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
         if manifest.target.on_gpu:
@@ -216,6 +218,7 @@ class Executor:
                 host_sizes=[other.kv_block_bytes for other in manifest.ranks],
                 layout=layout,
                 kind=manifest.target.kind,
+                mmap=self._mmap,
             )
             rank.send(config.encode())
         size = sum(section.size for section in manifest.sections)

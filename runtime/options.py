@@ -41,8 +41,10 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     `max_long_prefills` bounds the prompts of many steps that a class has at work at once. `kv_host_bytes`, over all
     ranks, is memory beside the pool in which preempted sequences may keep their blocks, and the prefix cache those that
     it evicts; what has to leave it goes to a file of `kv_disk_bytes` in the folder `kv_disk`, if there is one. Without
-    `kv_host_bytes` that goes through memory for one sequence of full length. `priority_weights` are the classes that a
-    request may name, with their shares of the engine's tokens.
+    `kv_host_bytes` that goes through memory for one sequence of full length. With `mmap` weights stay in the plan's
+    file: whoever serves the same plan shares them, and the kernel may drop them; without, each rank reads its own into
+    memory of huge pages. `priority_weights` are the classes that a request may name, with their shares of the engine's
+    tokens.
     """
 
     kv_bytes: int | None = None
@@ -63,6 +65,7 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     kv_disk: str | None = None
     kv_disk_bytes: int | None = None
     max_long_prefills: int = 2
+    mmap: bool = True
     priority_weights: dict[str, float] = msgspec.field(default_factory=PRIORITY_WEIGHTS.copy)
 
     @classmethod
@@ -94,6 +97,14 @@ class CoreOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
             raise UsageError(
                 "--kv-disk keeps blocks of the prefix cache, which is off here: by --no-prefix-cache, or because the "
                 "model carries a recurrent state"
+            )
+
+    def check_mmap(self, manifest: Manifest) -> None:
+        """Raises UsageError where weights are copied anyway."""
+        if not self.mmap and manifest.target.on_gpu:
+            raise UsageError(
+                f"--no-mmap: a plan for {manifest.target.kind}:{manifest.target.isa} has its weights in the GPU's "
+                "memory; leave it out"
             )
 
     def check(self, profile: ShapeProfile) -> None:

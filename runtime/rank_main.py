@@ -65,6 +65,8 @@ class RankConfig:
     layout: StepLayout
     #: Of the plan's target: cpu, cuda or tensorrt.
     kind: str = "cpu"
+    #: Whether weights stay in the plan's file.
+    mmap: bool = True
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -107,6 +109,19 @@ def _allocate(size: int, what: str) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
+def _read_file(descriptor: int, span: _Span) -> np.ndarray:
+    """u8[size]: a section of the plan in memory of huge pages, which are read faster than a file's small ones."""
+    offset, size = span
+    data = _allocate(size, "weights")[:size]
+    done = 0
+    while done < size:
+        count = os.preadv(descriptor, [memoryview(data)[done:]], offset + done)
+        if count == 0:
+            raise EnvironmentFault(f"the plan's file ends {size - done} bytes too early: it changed while it was read")
+        done += count
+    return data
+
+
 class _Host:
     """A rank's memory for blocks and states that are out of the pool: rows of the pool's size, in places by number. Of
     the blocks' memory the core maps the same.
@@ -146,7 +161,7 @@ def _load(config: RankConfig) -> tuple[Engine, StepMemory, _Host]:
             rank=config.rank,
             tp=config.tp,
             threads=config.threads,
-            weights=_map_file(config.plan_fd, config.weights),
+            weights=(_map_file if config.mmap else _read_file)(config.plan_fd, config.weights),
             shared=_map_file(config.plan_fd, config.shared),
             arena=_allocate(config.arena_bytes, "activations"),
             kv=kv,

@@ -34,6 +34,7 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
         {"num_blocks": 24, "kv_host_bytes": 4000, "prefix_cache": False},
         {"num_blocks": 40, "max_num_batched_tokens": 5, "max_num_seqs": 4},
         {"max_num_batched_tokens": 1},
+        {"mmap": False},
     ],
 )
 @pytest.mark.parametrize(("ranks", "overlap"), [(1, True), (2, True), (1, False)])
