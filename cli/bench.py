@@ -143,7 +143,7 @@ def _print(report: Report) -> None:
     for rates in report.limits:
         console.print(
             f"{report.cpu}, {rates.threads} thread(s): reads {rates.reads / 1e9:.1f} GB/s, "
-            f"multiply-adds {rates.flops / 1e9:.0f} GFLOP/s"
+            f"multiply-adds {rates.multiplies}"
         )
     console.print()
     console.print(_works(report))
@@ -201,7 +201,7 @@ def _operators(table: OperatorTable) -> Any:
     for column in ("launches", "us", "of the step", "GB/s", "GFLOP/s", "of the bound", "by"):
         shown.add_column(column, justify="right")
     for row in table.rows:
-        limit = bound(row.cost, table.rates)
+        limit = bound(row.demand, table.rates)
         shown.add_row(
             row.op,
             row.kind,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from llmc.plugins.cpu.products import Products
 from llmc.runtime.machine import available_memory
 from llmc.runtime.native import HostLibrary
 
@@ -23,21 +26,36 @@ _ROUNDS = 4_000_000  # of multiply-adds: some ten milliseconds
 
 @dataclass(frozen=True)
 class Rates:
-    """What so many threads reach together: bytes read a second, floating-point operations a second: of float32, or of
-    bf16 in tiles where the engine multiplies in tiles.
-    """
+    """What so many threads reach together: bytes read a second, and operations a second by how they multiply."""
 
     threads: int
     reads: float
-    flops: float
+    flops: Mapping[Products, float]
+
+    def part(self, parts: int) -> Rates:
+        """What one of so many equal parts of the threads reaches beside the others."""
+        return Rates(self.threads // parts, self.reads / parts, {k: rate / parts for k, rate in self.flops.items()})
+
+    @property
+    def multiplies(self) -> str:
+        """The operations for people."""
+        return ", ".join(f"{rate / 1e9:,.0f} GFLOP/s ({kind.label})" for kind, rate in self.flops.items())
+
+    def data(self) -> dict[str, Any]:
+        """As plain values."""
+        flops = {kind.label: rate for kind, rate in self.flops.items()}
+        return {"threads": self.threads, "reads": self.reads, "flops": flops}
 
 
 @dataclass
 class Limits:
-    """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike."""
+    """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike.
+    `products`: those that the works multiply with.
+    """
 
     library: HostLibrary
     threads: int
+    products: Sequence[Products]
     _seen: dict[int, list[Rates]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,13 +68,16 @@ class Limits:
         """One more measurement, of one thread and of all."""
         for threads in dict.fromkeys((1, self.threads)):
             reads = self.library.read_rate(self._data, threads)
-            flops = self.library.multiply_rate(_ROUNDS, threads)
+            flops = {kind: self.library.product_rate(kind, _ROUNDS, threads) for kind in self.products}
             self._seen.setdefault(threads, []).append(Rates(threads, reads, flops))
 
     def rates(self) -> list[Rates]:
         """The medians, of one thread and of all."""
         median = statistics.median
-        return [Rates(n, median(r.reads for r in s), median(r.flops for r in s)) for n, s in self._seen.items()]
+        return [
+            Rates(n, median(r.reads for r in s), {kind: median(r.flops[kind] for r in s) for kind in self.products})
+            for n, s in self._seen.items()
+        ]
 
     @property
     def all(self) -> Rates:

@@ -68,7 +68,7 @@ class Report:
         return {
             "model": self.model,
             "cpu": self.cpu,
-            "limits": [asdict(rates) for rates in self.limits],
+            "limits": [rates.data() for rates in self.limits],
             "systems": [asdict(row) for row in self.systems],
             "works": [_timing_data(t, self.bounds[t.work] if t.system == plan else None) for t in self.timings],
             "operators": [_operators_data(table) for table in self.operators],
@@ -99,9 +99,9 @@ def _timing_data(timing: Timing, limit: Bound | None) -> dict[str, Any]:
 def _operators_data(table: OperatorTable) -> dict[str, Any]:
     rows = [
         {"operator": row.op, "shape": row.kind, "launches": row.launches, "seconds": row.seconds,
-         "bytes_read": row.cost.weights + row.cost.kv, "flops": row.cost.flops,
-         "share_of_bound": bound(row.cost, table.rates).share(row.seconds)}
+         "bytes_read": limit.reads, "flops": limit.flops, "share_of_bound": limit.share(row.seconds)}
         for row in table.rows
+        for limit in [bound(row.demand, table.rates)]
     ]  # fmt: skip
     return {**asdict(table.work), "seconds": table.seconds, "rows": rows}
 
@@ -123,7 +123,8 @@ def run(
     with ExitStack() as stack:
         own = stack.enter_context(engine(path, works, steps))
         systems: list[System] = [own, *(stack.enter_context(peer(kind, file, threads)) for kind, file in peers)]
-        limits, held = Limits(own.library, own.threads * len(own.plan.manifest.ranks)), [0] * len(systems)
+        costs, held = Costs(own.plan), [0] * len(systems)
+        limits = Limits(own.library, own.threads * len(own.plan.manifest.ranks), costs.products(works))
 
         def between() -> None:
             limits.measure()
@@ -132,7 +133,6 @@ def run(
         timings = measure(systems, works, repeats, steps, between)
         between()
         rows = [SystemRow(s.name, s.load, most) for s, most in zip(systems, held, strict=True)]
-    costs = Costs(own.plan)
     return Report(
         model=own.plan.manifest.model.name,
         cpu=cpu_name(),
@@ -151,7 +151,7 @@ def _profile(path: Path, costs: Costs, works: Sequence[Work], rates: Rates, repe
     tables = []
     with engine(path, works, repeats, timed=True) as system:
         ranks = len(system.plan.manifest.ranks)
-        own = Rates(rates.threads // ranks, rates.reads / ranks, rates.flops / ranks)
+        own = rates.part(ranks)
         for work in works:
             system.run(work, 1)
             whole, launches = _timed_steps(system, work, repeats)
