@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from llmc.artifacts.machine import available_memory
 from llmc.plugins.cpu.products import Products
-from llmc.runtime.machine import available_memory
 from llmc.runtime.native import HostLibrary
 
 #: Bytes that are read: far more than caches hold.

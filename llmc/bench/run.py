@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.machine import usable_cpus
 from llmc.bench.engine import EngineSystem, engine
 from llmc.bench.machine import Limits, Rates, cpu_name
 from llmc.bench.peer import peer
 from llmc.bench.roofline import Bound, Costs, OperatorRow, bound
 from llmc.bench.work import System, Timing, Work, measure
-from llmc.runtime.machine import usable_cpus
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from llmc.artifacts.machine import usable_cpus
 from llmc.artifacts.plan import Plan
 from llmc.bench.engine import EngineSystem, engine
 from llmc.bench.machine import Limits, Rates, cpu_name
 from llmc.bench.peer import PeerSystem, parse_peer, peer
 from llmc.bench.roofline import Bound, Costs, bound
 from llmc.bench.work import Timing, Work, measure, works
-from llmc.runtime.machine import usable_cpus
 
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 
