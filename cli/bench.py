@@ -149,7 +149,7 @@ def _print(report: Report) -> None:
     console.print(_works(report))
     console.print()
     for row in report.systems:
-        console.print(f"{row.name}: {row.load:.2f} s to the first token, {row.memory / 1e6:.0f} MB held")
+        console.print(f"{row.name}: {row.load:.2f} s to the first token; {row.memory} ({row.processes})")
     for table in report.operators:
         console.print()
         console.print(_operators(table))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,33 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def held_bytes(pid: int) -> int:
-    """Bytes of memory that a process holds now; what it shares with others counts in equal parts (Pss)."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+@dataclass(frozen=True)
+class Memory:
+    """Of the processes that compute, together. `held` now: what they share with others counts in equal parts (Pss).
+    `peak`, ever since each began: what each had in memory at most (VmHWM), shared pages counted in each.
+    """
+
+    held: int
+    peak: int
+
+    @staticmethod
+    def of(pids: Iterable[int]) -> Memory:
+        """Of these processes."""
+        pids = list(pids)
+        held = sum(_field(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids)
+        return Memory(held, sum(_field(Path(f"/proc/{pid}/status"), "VmHWM") for pid in pids))
+
+    def most(self, other: Memory) -> Memory:
+        """The larger of both, each by itself."""
+        return Memory(max(self.held, other.held), max(self.peak, other.peak))
+
+    def __str__(self) -> str:
+        return f"{self.peak / 1e6:,.0f} MB at the peak, {self.held / 1e6:,.0f} MB held between rounds"
+
+
+def _field(path: Path, name: str) -> int:
+    """Bytes."""
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no Pss")
+    raise RuntimeError(f"{path} has no {name}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmc.artifacts.machine import usable_cpus
 from llmc.bench.engine import EngineSystem, engine
-from llmc.bench.machine import Limits, Rates, cpu_name
+from llmc.bench.machine import Limits, Memory, Rates, cpu_name
 from llmc.bench.peer import peer
 from llmc.bench.roofline import Bound, Costs, OperatorRow, bound
 from llmc.bench.work import System, Timing, Work, measure
@@ -22,11 +22,19 @@ from llmc.bench.work import System, Timing, Work, measure
 
 @dataclass(frozen=True)
 class SystemRow:
-    """`load`: seconds until the first token; `memory`: the most bytes that its processes held after a round."""
+    """`load`: seconds until the first token; `memory` of `processes`: their peak, and the most that they held after a
+    round.
+    """
 
     name: str
     load: float
-    memory: int
+    memory: Memory
+    processes: str
+
+    def data(self) -> dict[str, Any]:
+        """As plain values."""
+        held, peak = self.memory.held, self.memory.peak
+        return {"name": self.name, "load": self.load, "memory": held, "peak_memory": peak, "processes": self.processes}
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Report:
             "model": self.model,
             "cpu": self.cpu,
             "limits": [rates.data() for rates in self.limits],
-            "systems": [asdict(row) for row in self.systems],
+            "systems": [row.data() for row in self.systems],
             "works": [_timing_data(t, self.bounds[t.work] if t.system == plan else None) for t in self.timings],
             "operators": [_operators_data(table) for table in self.operators],
         }
@@ -123,16 +131,16 @@ def run(
     with ExitStack() as stack:
         own = stack.enter_context(engine(path, works, steps))
         systems: list[System] = [own, *(stack.enter_context(peer(kind, file, threads)) for kind, file in peers)]
-        costs, held = Costs(own.plan), [0] * len(systems)
+        costs, memory = Costs(own.plan), [Memory(0, 0)] * len(systems)
         limits = Limits(own.library, own.threads * len(own.plan.manifest.ranks), costs.products(works))
 
         def between() -> None:
             limits.measure()
-            held[:] = [max(most, system.memory()) for most, system in zip(held, systems, strict=True)]
+            memory[:] = [most.most(system.memory()) for most, system in zip(memory, systems, strict=True)]
 
         timings = measure(systems, works, repeats, steps, between)
         between()
-        rows = [SystemRow(s.name, s.load, most) for s, most in zip(systems, held, strict=True)]
+        rows = [SystemRow(s.name, s.load, most, s.processes) for s, most in zip(systems, memory, strict=True)]
     return Report(
         model=own.plan.manifest.model.name,
         cpu=cpu_name(),

@@ -57,7 +57,7 @@ def table(
         rows.append(row + [_rate(by_key[system.name, work]) for system in peers])
     systems = [*plans, *peers]
     loads = ", ".join(f"{system.name} {system.load:.2f} s" for system in systems)
-    held = ", ".join(f"{system.name} {system.memory() / 1e6:.0f} MB" for system in systems)
+    memory = "; ".join(f"{system.name} {system.memory()} ({system.processes})" for system in systems)
     rates = "; ".join(
         f"{isa}: {found.threads} threads, reads {found.reads / 1e9:.1f} GB/s, multiply-adds {found.multiplies}"
         for isa, found in limits.items()
@@ -67,7 +67,7 @@ def table(
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        f"To the first token: {loads}. Memory held: {held}.",
+        f"To the first token: {loads}. Memory: {memory}.",
     ]
     return "\n".join(lines) + "\n"
 

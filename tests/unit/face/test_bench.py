@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,7 +18,7 @@ from llmc.artifacts.errors import CheckpointError, EnvironmentFault, PlanError, 
 from llmc.artifacts.plan import Plan
 from llmc.bench import llama_cpp
 from llmc.bench.engine import engine
-from llmc.bench.machine import Rates
+from llmc.bench.machine import Memory, Rates
 from llmc.bench.peer import parse_peer, peer
 from llmc.bench.picture import Axis, Box, Point, _labels, draw
 from llmc.bench.roofline import Costs, Demand, bound
@@ -58,6 +59,7 @@ class Fake:
     """A system that notes what it is asked."""
 
     load = 0.5
+    processes = "none"
 
     def __init__(self, name: str, log: list[tuple[str, str, int]]) -> None:
         self.name, self._log = name, log
@@ -66,8 +68,8 @@ class Fake:
         self._log.append((self.name, work.kind, steps))
         return float(len(self._log))
 
-    def memory(self) -> int:
-        return 1
+    def memory(self) -> Memory:
+        return Memory(1, 2)
 
 
 def test_chosenare_lowered_to_the_plan_and_none_comes_twice() -> None:
@@ -145,7 +147,9 @@ def test_an_engine_is_timed_launch_by_launch(plan: Path) -> None:
     with engine(plan, [work], 4, threads=1, timed=True) as system:
         seconds = system.run(work, 4)
         ranks = system.launch_seconds()
-        assert system.memory() > 1 << 20
+        memory = system.memory()
+        assert 1 << 20 < memory.held <= memory.peak
+        assert system.processes == "2 rank processes, without the one that hands out steps"
     assert [len(times) for times in ranks] == [rank.launches for rank in Plan.open(plan).manifest.ranks]
     assert all(time >= 0 for times in ranks for time in times)
     assert 0 < sum(ranks[0]) < 100 * seconds
@@ -179,6 +183,7 @@ def test_a_run_as_json_and_as_a_picture(plan: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["bench", str(plan), *options, "--plot", str(picture), "--json"])
     assert done.exit_code == 0, done.output
     data = json.loads(done.output)
+    assert data["systems"][0]["peak_memory"] > 0
     assert data["limits"][-1]["reads"] > 0
     assert data["limits"][-1]["flops"]["float32"] > 0
     assert [(w["kind"], w["batch"], w["context"]) for w in data["works"]] == [
@@ -226,6 +231,23 @@ def test_transformers_beside_the_plan(plan: Path, checkpoint: Path) -> None:
     assert [row.name for row in report.systems] == ["llmc bf16 tp 2", "transformers fp32 eager"]
     assert {(t.system, t.work) for t in report.timings} == {(r.name, w) for r in report.systems for w in chosen}
     assert all(t.median > 0 for t in report.timings)
+    for row in report.systems:
+        assert row.memory.held > 1 << 20
+        assert row.memory.peak > 1 << 20
+    assert report.systems[1].processes == "its one process"
+
+
+def test_memory_that_was_given_back_is_in_the_peak() -> None:
+    code = "b = bytearray(64 << 20); b[::4096] = b[::4096]; del b; print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        one, two = Memory.of([process.pid]), Memory.of([process.pid, process.pid])
+        process.communicate("\n")
+    assert one.peak > one.held + (50 << 20)
+    assert two.peak == 2 * one.peak
+    assert one.most(Memory(1 << 40, 0)) == Memory(1 << 40, one.peak)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +319,7 @@ def test_the_picture_names_the_roofs() -> None:
         chosen[1]: bound(floats(weights=10**8, flops=10**8), RATES),
     }
     timings = tuple(Timing("llmc fp8", work, (2 * limit.seconds,)) for work, limit in bounds.items())
-    systems = (SystemRow("llmc fp8", 0.1, 1),)
+    systems = (SystemRow("llmc fp8", 0.1, Memory(1, 2), "none"),)
     text = draw(Report("m<1>", "cpu", (Rates(1, 6e9, {Products.FLOATS: 50e9}), RATES), systems, timings, bounds, ()))
     words = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter())
     for word in (
