@@ -40,8 +40,8 @@ check: $(INSTALLED) build/tree
 	$(BIN)/mypy $(addprefix build/tree/llmc/,$(ROOMS)) build/tree/llmc/*.py build/tree/llmc/bench
 	cd build/tree && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 
-# A process a CPU, a file of tests at a time, those that take long first (tests/conftest.py). WORKERS=0: all in one process.
-WORKERS ?= $(shell nproc)
+# A process a CPU that may be used, a file of tests at a time, those that take long first (tests/conftest.py). WORKERS=0: all in one process.
+WORKERS ?= $(shell $(BIN)/python -c "from llmc.artifacts.machine import usable_cpus; print(usable_cpus())")
 unit: $(INSTALLED) $(PLAN)
 	LLMC_TEST_MODEL=$(abspath $(MODEL)) LLMC_TEST_PLAN=$(abspath $(PLAN)) $(BIN)/python -m pytest \
 	  --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20

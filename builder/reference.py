@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc.artifacts.errors import CheckpointError, UnsupportedError
+from llmc.artifacts.machine import usable_cpus
 from llmc.builder.checkpoint import Checkpoint
 from llmc.builder.naming import parameter_recipes, shape_of
 from llmc.builder.weights.recipe import Load, Recipe
@@ -63,7 +64,7 @@ def load_reference(checkpoint: Checkpoint, resident: int | None = None, longest:
     engine that serves them; without, transformers chooses anew in each pass.
 
     Where all weights together take more than `resident` bytes (None: RESIDENT), the large ones are read as the model
-    runs.
+    runs. From here on PyTorch takes no more threads than this process may use.
     """
     import torch
     from torch import nn
@@ -71,6 +72,8 @@ def load_reference(checkpoint: Checkpoint, resident: int | None = None, longest:
     from llmc.builder.streamed import read_float32, stream_parameters
     from llmc.builder.trace import frequencies
 
+    # It takes one for each processor, whatever part of them a control group grants; fewer where it was told so before.
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     with _parameters_on_meta():
         model = build_model(checkpoint, "cpu")
     groups = list(dict.fromkeys(parameter_names(model).values()))

@@ -143,13 +143,13 @@ def _print(report: Report) -> None:
     for rates in report.limits:
         console.print(
             f"{report.cpu}, {rates.threads} thread(s): reads {rates.reads / 1e9:.1f} GB/s, "
-            f"multiply-adds {rates.flops / 1e9:.0f} GFLOP/s"
+            f"multiply-adds {rates.multiplies}"
         )
     console.print()
     console.print(_works(report))
     console.print()
     for row in report.systems:
-        console.print(f"{row.name}: {row.load:.2f} s to the first token, {row.memory / 1e6:.0f} MB held")
+        console.print(f"{row.name}: {row.load:.2f} s to the first token; {row.memory} ({row.processes})")
     for table in report.operators:
         console.print()
         console.print(_operators(table))
@@ -201,7 +201,7 @@ def _operators(table: OperatorTable) -> Any:
     for column in ("launches", "us", "of the step", "GB/s", "GFLOP/s", "of the bound", "by"):
         shown.add_column(column, justify="right")
     for row in table.rows:
-        limit = bound(row.cost, table.rates)
+        limit = bound(row.demand, table.rates)
         shown.add_row(
             row.op,
             row.kind,

@@ -140,6 +140,8 @@ def _print_summary(plan: Plan) -> None:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     from collections import Counter
 
+    from llmc.cli.reproduce import tactics
+
     m = plan.manifest
     ranges = ", ".join(f"{r.min}-{r.max}" for r in m.profile.token_ranges)
     scales = f" (scales: {m.build.config['kv_scales']})" if "kv_scales" in m.build.config else ""
@@ -161,6 +163,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("compiler", f"{m.build.compiler}; {m.build.toolchain}"),
     ]
+    if (used := tactics(plan)) is not None:
+        rows.append(("tactics", used))
     if m.state_slot_bytes:
         kinds = Counter(layer.kind for layer in m.ranks[0].state_layers)
         what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

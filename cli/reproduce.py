@@ -1,4 +1,5 @@
-"""How a plan was built, as a command and as a build.yaml: what `llmc inspect --command` and `--config` print.
+"""How a plan was built, as a command and as a build.yaml: what `llmc inspect --command` and `--config` print; and with
+which tactics, for all that it prints.
 
 Comes in: an open plan. Goes out: text. Must not know: how plans are built. Where a path stood, the plan knows a name:
 the text asks for a file or folder of that name in the current folder, and comments say which one is meant.
@@ -105,14 +106,26 @@ def _comments(plan: Plan) -> list[str]:
         content["token_ranges"] = [dict(r) for r in content["token_ranges"]]
         text = yaml.safe_dump(content, default_flow_style=True, width=10_000, sort_keys=False).strip()
         lines.append(f"{profile.name}.yaml: {text}")
-    if isinstance(tactics := build.config.get("tactics"), str):
-        lines.append(f"{tactics}: {_tactics(manifest.target.kind, build.flags)}")
+    if isinstance(name := build.config.get("tactics"), str):
+        lines.append(f"{name}: {_numbers(manifest.target.kind, build.flags)}")
     if isinstance(text_name := build.config.get("eval"), str):
         lines.append(f"{text_name}: the text of quality.json")
     return [f"# {line}" for line in lines]
 
 
-def _tactics(kind: str, flags: Sequence[str]) -> str:
+def tactics(plan: Plan) -> str | None:
+    """The name of their file, or `default`, and the numbers. Of a GPU a plan has those that a file replaced; None where
+    TensorRT chooses.
+    """
+    target, build = plan.manifest.target, plan.manifest.build
+    if target.kind == "tensorrt":
+        return None
+    numbers = _numbers(target.kind, build.flags)
+    name = build.config.get("tactics", "default")
+    return f"{name}: {numbers}" if numbers != "{}" else f"{name}, of {target.kind}:{target.isa}"
+
+
+def _numbers(kind: str, flags: Sequence[str]) -> str:
     """A file of tactics in a line of YAML, from what the compilers were told."""
     found: dict[str, Any] = {}
     mark = "-DLLMC_" if kind == "cpu" else "--tactic="

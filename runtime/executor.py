@@ -25,13 +25,14 @@ import numpy as np
 
 from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError
+from llmc.artifacts.machine import available_memory, usable_cpus
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import HOST_LIBRARY
 from llmc.runtime.cuda.gpus import check as check_gpus
 from llmc.runtime.cuda.gpus import check_tensorrt, choose_gpu_blocks, survey
 from llmc.runtime.host_places import HostPlaces
 from llmc.runtime.kv_size import choose_host_places, choose_num_blocks
-from llmc.runtime.machine import STOPPED_SECONDS, available_memory, ending, is_stopped, usable_cpus
+from llmc.runtime.machine import STOPPED_SECONDS, ending, is_stopped
 from llmc.runtime.native import HostLibrary, Library
 from llmc.runtime.rank_main import COPY, DONE, FAILED, MAX_DATAGRAM, READY, STEP, RankConfig
 from llmc.runtime.step import Chunk, Copies, StepBatch

@@ -199,13 +199,19 @@ class HostLibrary:
         rate.restype, rate.argtypes = c_double, [c_void_p, c_int64, c_int32]
         return float(rate(_address(data, np.uint8, "data"), len(data), threads))
 
-    def multiply_rate(self, rounds: int, threads: int) -> float:
-        """Floating-point operations a second of multiply-adds that wait for nothing, `rounds` times by each thread: of
-        float32, or of bf16 in tiles where the engine multiplies in tiles.
+    def product_rate(self, products: int, rounds: int, threads: int) -> float:
+        """Operations a second of products of one kind (plugins/cpu/products.py) that wait for nothing, `rounds` times
+        by each thread. Raises PlanError for code that has no such measurement, as of plans from before there was one.
         """
-        rate = self._dll.llmc_multiply_rate
-        rate.restype, rate.argtypes = c_double, [c_int64, c_int32]
-        return float(rate(rounds, threads))
+        try:
+            rate = self._dll.llmc_product_rate
+        except AttributeError:
+            raise PlanError(f"{self.name}: its code cannot tell how fast it multiplies; build the plan anew") from None
+        rate.restype, rate.argtypes = c_double, [c_int32, c_int64, c_int32]
+        found = float(rate(products, rounds, threads))
+        if not found:
+            raise PlanError(f"{self.name}: its code has no instructions for products of kind {products}")
+        return found
 
     def sampler(self, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> Sampler:
         """A sampler for up to `max_rows` rows a call and `max_logprobs` alternatives a row."""

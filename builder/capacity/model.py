@@ -20,7 +20,7 @@ from llmc.builder.alias import resolve
 from llmc.builder.arena import Life, plan_memory
 from llmc.builder.ir import Graph, Node
 from llmc.builder.operators import ALL
-from llmc.builder.page.costs import Cost, Step, graph_costs
+from llmc.builder.page.costs import Cost, Step, graph_costs, kv_numbers
 from llmc.builder.passes.views import SILENT
 from llmc.profiles import Gpu
 
@@ -106,7 +106,7 @@ class RankFacts:
 def rank_facts(graph: Graph, kv_dtype: str, tokens: int, rows: int) -> RankFacts:
     """`tokens` and `rows`: of the largest step."""
     step, types = Step(1, 0, 1), graph.types()
-    kv_token = _kv_token(graph, kv_dtype)
+    kv_token = {layer: n * NUMPY_DTYPES[kv_dtype].itemsize for layer, n in kv_numbers(graph).items()}
     matrices = {name: types[name] for n in graph if n.op in _MATRIX and (name := n.inputs[_MATRIX[n.op]])}
     flops: dict[str, int] = {}
     for node, cost in graph_costs(graph, Step(1, 1, 1), kv_token):
@@ -129,17 +129,6 @@ def rank_facts(graph: Graph, kv_dtype: str, tokens: int, rows: int) -> RankFacts
 def slowest(ranks: Sequence[RankFacts], step: Step, gpu: Gpu) -> StepBound:
     """The bound of the rank that the others wait for."""
     return max((rank.bound(step, gpu) for rank in ranks), key=lambda bound: bound.seconds)
-
-
-def _kv_token(graph: Graph, kv_dtype: str) -> dict[int, int]:
-    size = NUMPY_DTYPES[kv_dtype].itemsize
-    widths = {}
-    for node in graph:
-        if node.op in _ATTENTION:
-            a = node.attrs
-            latent = node.op == "latent_attention"
-            widths[a.layer] = a.latent + a.rope if latent else a.kv_heads * (a.head_dim + a.value_dim)
-    return {layer: width * size for layer, width in sorted(widths.items())}
 
 
 def _arena_bytes(graph: Graph, tokens: int, rows: int) -> int:

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from llmc.artifacts.errors import EnvironmentFault
+from llmc.artifacts.machine import usable_cpus
 from llmc.builder.cpu.cache import ObjectCache
 from llmc.builder.cpu.toolchain import Toolchain
 from llmc.plugins import INCLUDE_ROOT
@@ -98,7 +99,7 @@ class Compiler:
         workers: int | None = None,
     ) -> None:
         self.toolchain, self.target, self.cache = toolchain, target, cache
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or usable_cpus()
         self._begun: Future[dict[str, bytes]] | None = None
         self._headers: tempfile.TemporaryDirectory[str] | None = None
 

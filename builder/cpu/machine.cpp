@@ -1,19 +1,20 @@
 // How fast this machine reads memory and multiplies: the limits that `llmc bench` holds an engine's speed against.
 //
 // Comes in: memory, a number of threads. Goes out: rates. It stands in every engine because whoever runs one has no
-// compiler, and because a limit is meant for the instructions that the engine itself is made of.
+// compiler, and because a limit is meant for the instructions that the engine itself is made of: products are added by the
+// same functions as in linear layers.
 #include "plugins/cpu/amx_permission.h"
 #include "plugins/cpu/amx_tiles.h"
 #include "plugins/cpu/lanes.h"
 #include "plugins/cpu/runtime.h"
+#include "plugins/linear/bf16_dot.h"
+#include "plugins/linear/int8.h"
 
 #include <vector>
 
 namespace llmc {
 namespace {
 
-// Chains of multiply-adds that do not wait for one another: more than latency times units, no more than registers.
-constexpr int kChains = LLMC_WIDE ? 12 : 6;
 constexpr int kStep = 64;  // floats
 
 struct alignas(64) Result {
@@ -37,27 +38,51 @@ struct Reads {
   }
 };
 
-struct Multiplies {
+// From here on the compiler does not know what a vector holds, if it is one of its own: wider ones are arrays (tests/emulated).
+template <class Vec>
+inline void forget(Vec& v) {
+  if constexpr (sizeof v <= __BIGGEST_ALIGNMENT__) __asm__ volatile("" : "+v"(v));
+}
+
+// Products of vectors in chains that do not wait for one another: more than latency times units, and no more than there are
+// registers. `Each`: products of one of a vector's lanes.
+template <class Sums, int Each>
+struct VectorProducts {
+  static constexpr int kChains = 12;
+  static constexpr int64_t kOperations = int64_t(kChains) * lin::kWidth * Each * 2;  // of a round
+  struct alignas(64) Operands {  // zeros: none takes longer than another
+    float sum[kChains][lin::kWidth], weight[lin::kWidth], x[lin::kWidth];
+  };
   int64_t count;
-  std::vector<Result> results;
+  std::vector<Operands> operands;
+
+  VectorProducts(int64_t rounds, int threads) : count(rounds), operands(size_t(threads)) {}
 
   static void work(void* what, int tid) {
-    auto& m = *static_cast<Multiplies*>(what);
-    Lanes chain[kChains];
-    for (int i = 0; i < kChains; ++i) chain[i] = iota() + splat(float(i));
-    for (int64_t k = 0; k < m.count; ++k)
-      for (int i = 0; i < kChains; ++i) chain[i] = fma(chain[i], splat(0.999f), splat(0.001f));
-    for (int i = 1; i < kChains; ++i) chain[0] = chain[0] + chain[i];
-    m.results[tid].value = sum(chain[0]);
+    auto& p = *static_cast<VectorProducts*>(what);
+    Operands& own = p.operands[tid];
+    const lin::Vec x = lin::vload(own.x);
+    lin::Vec weight = lin::vload(own.weight), chain[kChains];
+    for (int i = 0; i < kChains; ++i) chain[i] = lin::vload(own.sum[i]);
+    for (int64_t k = 0; k < p.count; ++k)
+      for (int i = 0; i < kChains; ++i) {
+        forget(weight);  // or one product would be made for many sums
+        chain[i] = Sums::add(weight, x, chain[i]);
+      }
+    for (int i = 0; i < kChains; ++i) lin::vstore(own.sum[i], chain[i]);
   }
 };
 
 #if LLMC_TILES
-// Products of bf16 in tiles, of which none waits for another.
+// Products in tiles, of which none waits for another.
+template <class Words>
 struct TileProducts {
+  static constexpr int kEach = Words::kWhole ? 4 : 2;  // products of a word
+  static constexpr int64_t kOperations = 4 * int64_t(amx::kSide) * amx::kSide * amx::kSide * kEach * 2;  // of a round
   int64_t count;
 
-  static constexpr int64_t kOperations = 4 * int64_t(amx::kSide) * amx::kSide * amx::kPiece * 2;  // of a round
+  TileProducts(int64_t rounds, int) : count(rounds / 16 + 1) {}  // a round takes longer than one of vectors
+
   static void work(void* what, int) {
     alignas(64) static const float zeros[amx::kTileWords] = {};
     amx::TileShapes shapes;
@@ -71,10 +96,10 @@ struct TileProducts {
     _tile_loadd(6, zeros, amx::kTileBytes);
     _tile_loadd(7, zeros, amx::kTileBytes);
     for (int64_t k = 0; k < static_cast<TileProducts*>(what)->count; ++k) {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      LLMC_TILE_PRODUCT(Words, 0, 4, 6);
+      LLMC_TILE_PRODUCT(Words, 1, 4, 7);
+      LLMC_TILE_PRODUCT(Words, 2, 5, 6);
+      LLMC_TILE_PRODUCT(Words, 3, 5, 7);
     }
   }
 };
@@ -89,6 +114,13 @@ double seconds(Pool::Work work, void* what, int threads) {
   return double(clock_ns() - start) * 1e-9;
 }
 
+// Operations a second of products of one kind.
+template <class Products>
+double rate(int64_t count, int threads) {
+  Products products(count, threads);
+  return double(products.count) * threads * Products::kOperations / seconds(Products::work, &products, threads);
+}
+
 }  // namespace
 }  // namespace llmc
 
@@ -99,15 +131,19 @@ extern "C" double llmc_read_rate(const uint8_t* data, int64_t bytes, int32_t thr
   return read / llmc::seconds(llmc::Reads::work, &reads, threads);
 }
 
-extern "C" double llmc_multiply_rate(int64_t count, int32_t threads) {
-#if LLMC_TILES
-  llmc::tiles_allowed();  // they are: an engine that may not use tiles is refused before it is measured
-  llmc::TileProducts products{count / 16 + 1};  // a round takes longer than one of vectors
-  return double(products.count) * threads * products.kOperations /
-         llmc::seconds(llmc::TileProducts::work, &products, threads);
-#else
-  llmc::Multiplies multiplies{count, std::vector<llmc::Result>(size_t(threads))};
-  const double operations = double(count) * threads * llmc::kChains * llmc::kLanes * 2;
-  return operations / llmc::seconds(llmc::Multiplies::work, &multiplies, threads);
+extern "C" double llmc_product_rate(int32_t products, int64_t count, int32_t threads) {
+  using namespace llmc;
+  switch (products) {
+    case LLMC_FLOATS: return rate<VectorProducts<lin::FloatSums, 1>>(count, threads);
+    case LLMC_INT8_PAIRS: return rate<VectorProducts<lin::WholeSums, 2>>(count, threads);
+#if LLMC_BF16
+    case LLMC_BF16_PAIRS: return rate<VectorProducts<lin::PairSums, 2>>(count, threads);
 #endif
+#if LLMC_TILES
+    // Tiles are allowed: an engine that may not use them is refused before it is measured.
+    case LLMC_BF16_TILES: return tiles_allowed() ? rate<TileProducts<amx::Bf16Words>>(count, threads) : 0;
+    case LLMC_INT8_TILES: return tiles_allowed() ? rate<TileProducts<amx::Int8Words>>(count, threads) : 0;
+#endif
+    default: return 0;
+  }
 }

@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError
+from llmc.artifacts.machine import usable_cpus
 from llmc.builder.cpu.cache import ObjectCache, default_folder
 from llmc.builder.cuda.cubin import Cubin
 from llmc.builder.cuda.variant import Variant
@@ -53,7 +54,7 @@ class CudaCompiler:
 
     def __init__(self, cache: ObjectCache | None = None, workers: int | None = None) -> None:
         self.cache = cache
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or usable_cpus()
         self.version = triton_version()
 
     def cubins(self, variants: Sequence[Variant], done: Callable[[int], None] = lambda count: None) -> list[Cubin]:

@@ -45,16 +45,25 @@ class Step:
         size = self.size(kind)
         return (size + 1) // 2 if kind.dtype == "u4" else size * NUMPY_DTYPES[kind.dtype].itemsize
 
-    def attended(self, window: int | None) -> int:
+    def attended(self, window: int | None = None, chunk: int | None = None) -> int:
         """Pairs of a token and a position that it sees."""
-        first = self.context - self.each
-        lengths = range(first + 1, self.context + 1)
-        return self.sequences * (sum(lengths) if window is None else sum(min(n, window) for n in lengths))
+        positions = range(self.context - self.each, self.context)
+        return self.sequences * sum(position + 1 - first_seen(position, window, chunk) for position in positions)
+
+    def seen(self, window: int | None = None, chunk: int | None = None) -> int:
+        """Positions that any token sees, of all sequences."""
+        return self.sequences * (self.context - first_seen(self.context - self.each, window, chunk))
 
     @property
     def each(self) -> int:
         """Tokens of a sequence."""
         return self.tokens // self.sequences
+
+
+def first_seen(position: int, window: int | None, chunk: int | None) -> int:
+    """The first position that a token sees (`Scoring` of paged_attention)."""
+    by_window = 0 if window is None else position - window + 1
+    return max(0, by_window, 0 if chunk is None else position - position % chunk)
 
 
 @dataclass(frozen=True)
@@ -86,19 +95,29 @@ Types = Mapping[str, TensorType]
 
 def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> list[Cost]:
     """The cost of each launch, in order."""
-    kv_token = kv_token_bytes(program.kv_layers)
+    kv_token = kv_token_bytes(program.graph, program.kv_layers)
     return [
         _cost(launch.node, program.types, [p.space in WEIGHT_SPACES for p in launch.inputs], step, kv_token)
         for launch in launches
     ]
 
 
-def kv_token_bytes(layers: Iterable[KVLayer]) -> dict[int, int]:
-    """Each layer's bytes of a token in the cache. A latent is key and value at once."""
-    return {
-        layer.layer: (1 if layer.latent else 2) * layer.kv_heads * layer.head_dim * NUMPY_DTYPES[layer.dtype].itemsize
-        for layer in layers
-    }
+def kv_numbers(graph: Graph) -> dict[int, int]:
+    """How many numbers of a token each attention layer keeps in the cache. A latent is key and value at once."""
+    found = {}
+    for node in graph:
+        a = node.attrs
+        if node.op == "paged_attention":
+            found[a.layer] = a.kv_heads * (a.head_dim + a.value_dim)
+        elif node.op == "latent_attention":
+            found[a.layer] = a.latent + a.rope
+    return dict(sorted(found.items()))
+
+
+def kv_token_bytes(graph: Graph, layers: Iterable[KVLayer]) -> dict[int, int]:
+    """Each layer's bytes of a token in the cache."""
+    numbers = kv_numbers(graph)
+    return {kv.layer: numbers[kv.layer] * NUMPY_DTYPES[kv.dtype].itemsize for kv in layers}
 
 
 def parameters(graph: Graph) -> set[str]:
@@ -133,18 +152,14 @@ def _cost(node: Node, types: Types, weighs: list[bool], step: Step, kv_token: Ma
         else:
             weights += _touched(types, node, kind, step)
     activations += sum(step.nbytes(types[name]) for name in node.outputs)
-    kv = 0
+    kv, a = 0, node.attrs
     if node.op in ("rope_cache", "latent_cache"):
-        kv = step.tokens * kv_token[node.attrs.layer]
-    elif node.op in ("paged_attention", "latent_attention"):
-        seen = min(step.context, _seen(getattr(node.attrs, "window", None), step))
-        kv = step.sequences * seen * kv_token[node.attrs.layer]
+        kv = step.tokens * kv_token[a.layer]
+    elif node.op == "paged_attention":
+        kv = step.seen(a.window, a.chunk) * kv_token[a.layer]
+    elif node.op == "latent_attention":
+        kv = step.seen() * kv_token[a.layer]
     return Cost(weights, activations, kv, _FLOPS.get(node.op, _elements)(types, node, step))
-
-
-def _seen(window: int | None, step: Step) -> int:
-    """Positions that any token of the step sees."""
-    return step.context if window is None else window + step.each - 1
 
 
 def _touched(types: Types, node: Node, kind: TensorType, step: Step) -> int:
@@ -174,12 +189,12 @@ def _grouped(types: Types, node: Node, step: Step) -> int:
 
 def _attention(types: Types, node: Node, step: Step) -> int:
     a = node.attrs
-    return 4 * step.attended(a.window) * a.heads * a.head_dim
+    return 2 * step.attended(a.window, a.chunk) * a.heads * (a.head_dim + a.value_dim)
 
 
 def _latent(types: Types, node: Node, step: Step) -> int:
     a = node.attrs
-    return 2 * step.attended(None) * a.heads * (2 * a.latent + a.rope)
+    return 2 * step.attended() * a.heads * (2 * a.latent + a.rope)
 
 
 def _heads(types: Types, node: Node, step: Step) -> int:

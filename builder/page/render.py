@@ -147,7 +147,8 @@ def _rank(program: CpuRank | CudaRank, steps: dict[str, Step]) -> dict[str, Any]
     """What the page shows of a rank: its launches with their costs, sums by operator, the arena of each kind of
     steps.
     """
-    graph, kv_token, stored = program.graph, kv_token_bytes(program.kv_layers), _stored(program)
+    graph, stored = program.graph, _stored(program)
+    kv_token = kv_token_bytes(graph, program.kv_layers)
     nodes = _launched(program)
     counts = Counter(map(id, nodes))
     first_launch = {id(node): number for number, node in reversed(list(enumerate(nodes)))}

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.sampler_params import GREEDY
-from llmc.bench.machine import held_bytes
+from llmc.bench.machine import Memory
 from llmc.bench.work import Work, prompt
 from llmc.profiles import load_cpu_target
 from llmc.runtime.executor import Executor
@@ -92,9 +92,15 @@ class EngineSystem:
         """The engine's code, loaded in this process too."""
         return self._executor.library
 
-    def memory(self) -> int:
+    def memory(self) -> Memory:
         """Of all ranks."""
-        return sum(held_bytes(pid) for pid in self._executor.pids())
+        return Memory.of(self._executor.pids())
+
+    @property
+    def processes(self) -> str:
+        """As in `System`. Who hands steps to the ranks is this process, which has the measurements' own memory."""
+        count = len(self._executor.pids())
+        return f"{count} rank process{'es' if count > 1 else ''}, without the one that hands out steps"
 
     def close(self) -> None:
         """Ends the ranks."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from llmc.runtime.machine import available_memory
+from llmc.artifacts.machine import available_memory
+from llmc.plugins.cpu.products import Products
 from llmc.runtime.native import HostLibrary
 
 #: Bytes that are read: far more than caches hold.
@@ -23,21 +26,36 @@ _ROUNDS = 4_000_000  # of multiply-adds: some ten milliseconds
 
 @dataclass(frozen=True)
 class Rates:
-    """What so many threads reach together: bytes read a second, floating-point operations a second: of float32, or of
-    bf16 in tiles where the engine multiplies in tiles.
-    """
+    """What so many threads reach together: bytes read a second, and operations a second by how they multiply."""
 
     threads: int
     reads: float
-    flops: float
+    flops: Mapping[Products, float]
+
+    def part(self, parts: int) -> Rates:
+        """What one of so many equal parts of the threads reaches beside the others."""
+        return Rates(self.threads // parts, self.reads / parts, {k: rate / parts for k, rate in self.flops.items()})
+
+    @property
+    def multiplies(self) -> str:
+        """The operations for people."""
+        return ", ".join(f"{rate / 1e9:,.0f} GFLOP/s ({kind.label})" for kind, rate in self.flops.items())
+
+    def data(self) -> dict[str, Any]:
+        """As plain values."""
+        flops = {kind.label: rate for kind, rate in self.flops.items()}
+        return {"threads": self.threads, "reads": self.reads, "flops": flops}
 
 
 @dataclass
 class Limits:
-    """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike."""
+    """Measured again in every round of a run, between the systems: a busy machine has lower limits for all alike.
+    `products`: those that the works multiply with.
+    """
 
     library: HostLibrary
     threads: int
+    products: Sequence[Products]
     _seen: dict[int, list[Rates]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,13 +68,16 @@ class Limits:
         """One more measurement, of one thread and of all."""
         for threads in dict.fromkeys((1, self.threads)):
             reads = self.library.read_rate(self._data, threads)
-            flops = self.library.multiply_rate(_ROUNDS, threads)
+            flops = {kind: self.library.product_rate(kind, _ROUNDS, threads) for kind in self.products}
             self._seen.setdefault(threads, []).append(Rates(threads, reads, flops))
 
     def rates(self) -> list[Rates]:
         """The medians, of one thread and of all."""
         median = statistics.median
-        return [Rates(n, median(r.reads for r in s), median(r.flops for r in s)) for n, s in self._seen.items()]
+        return [
+            Rates(n, median(r.reads for r in s), {kind: median(r.flops[kind] for r in s) for kind in self.products})
+            for n, s in self._seen.items()
+        ]
 
     @property
     def all(self) -> Rates:
@@ -77,9 +98,33 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def held_bytes(pid: int) -> int:
-    """Bytes of memory that a process holds now; what it shares with others counts in equal parts (Pss)."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+@dataclass(frozen=True)
+class Memory:
+    """Of the processes that compute, together. `held` now: what they share with others counts in equal parts (Pss).
+    `peak`, ever since each began: what each had in memory at most (VmHWM), shared pages counted in each.
+    """
+
+    held: int
+    peak: int
+
+    @staticmethod
+    def of(pids: Iterable[int]) -> Memory:
+        """Of these processes."""
+        pids = list(pids)
+        held = sum(_field(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids)
+        return Memory(held, sum(_field(Path(f"/proc/{pid}/status"), "VmHWM") for pid in pids))
+
+    def most(self, other: Memory) -> Memory:
+        """The larger of both, each by itself."""
+        return Memory(max(self.held, other.held), max(self.peak, other.peak))
+
+    def __str__(self) -> str:
+        return f"{self.peak / 1e6:,.0f} MB at the peak, {self.held / 1e6:,.0f} MB held between rounds"
+
+
+def _field(path: Path, name: str) -> int:
+    """Bytes."""
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no Pss")
+    raise RuntimeError(f"{path} has no {name}")

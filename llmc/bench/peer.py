@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llmc.artifacts import errors
 from llmc.artifacts.errors import EnvironmentFault, LlmcError, UsageError
-from llmc.bench.machine import held_bytes
+from llmc.bench.machine import Memory
 from llmc.bench.work import Work
 
 #: Kind -> the module with its `Runner(path, threads)`.
@@ -41,6 +41,9 @@ def parse_peer(text: str, model: Path | None) -> tuple[str, Path]:
 
 class PeerSystem:
     """The running peer. Raises LlmcError, as the peer's process words it, where it cannot load or run."""
+
+    #: Like a rank's it is an interpreter with the model, its cache and its threads; handing out steps is a few lines.
+    processes = "its one process"
 
     def __init__(self, kind: str, path: Path, threads: int) -> None:
         self._kind = kind
@@ -67,9 +70,9 @@ class PeerSystem:
         self._process.stdin.flush()
         return float(str(self._answer()["seconds"]))
 
-    def memory(self) -> int:
+    def memory(self) -> Memory:
         """Of its process."""
-        return held_bytes(self._process.pid)
+        return Memory.of([self._process.pid])
 
     def close(self) -> None:
         """Ends the process."""

@@ -3,7 +3,8 @@
 Comes in: a `Report`. Goes out: SVG text that needs nothing beside itself. Must not know: how anything was measured.
 
 Both axes are logarithmic, so that reads bound along a slope and multiply-adds along a level line (Williams, Waterman,
-Patterson 2009). A point's distance from the roof above it is what is left to gain.
+Patterson 2009). A point's distance from the roof above it is what is left to gain. The level line is that of the
+products that most operations are; a work with others too, attention in floats for instance, has its own roof below.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from math import atan2, ceil, degrees, floor, hypot, log10
 
 from jinja2 import Environment, StrictUndefined
 
-from llmc.bench.machine import Rates
 from llmc.bench.run import Report
 
 WIDTH, HEIGHT = 960, 600
@@ -90,6 +90,16 @@ class Label:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What so many threads reach, in 1e9 a second: bytes read, and operations of one kind of products, the `level`."""
+
+    threads: int
+    reads: float
+    flops: float
+    level: str
+
+
+@dataclass(frozen=True)
 class Roof:
     """One number of threads: the slope from the left edge to the ridge, and the level line from there."""
 
@@ -120,15 +130,15 @@ def draw(report: Report) -> str:
         (work, limit.flops / limit.reads, limit.flops / report.timing(plan, work).median / _GIGA, limit)
         for work, limit in report.bounds.items()
     ]
-    limits = [Rates(r.threads, r.reads / _GIGA, r.flops / _GIGA) for r in report.limits]
+    level = max((limit for *_, limit in places), key=lambda limit: limit.flops).products
+    limits = [Limit(r.threads, r.reads / _GIGA, r.flops[level] / _GIGA, level.label) for r in report.limits]
     x, y = _axes([p[1] for p in places], [p[2] for p in places], limits)
-    top = limits[-1]
     points = []
     for work, intensity, rate, limit in places:
         share = limit.share(report.timing(plan, work).median)
-        roof = min(top.reads * intensity, top.flops)
+        roof = limit.flops / limit.seconds / _GIGA
         points.append(Point(work.kind, x.at(intensity), y.at(rate), y.at(roof), f"{work.name} · {share:.0%}"))
-    roofs = [_roof(rates, x, y, rates is top) for rates in limits]
+    roofs = [_roof(rates, x, y, rates is limits[-1]) for rates in limits]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["px"] = lambda value: f"{value:.1f}"
     template = environment.from_string((files(__package__) / "roofline.svg.jinja").read_text())
@@ -146,7 +156,7 @@ def draw(report: Report) -> str:
     )
 
 
-def _axes(intensities: Sequence[float], rates: Sequence[float], limits: Sequence[Rates]) -> tuple[Axis, Axis]:
+def _axes(intensities: Sequence[float], rates: Sequence[float], limits: Sequence[Limit]) -> tuple[Axis, Axis]:
     """Axes with all points, and the ridges, well inside."""
     ridges = [r.flops / r.reads for r in limits]
     left = min([*intensities, *ridges]) / 2.5
@@ -156,7 +166,7 @@ def _axes(intensities: Sequence[float], rates: Sequence[float], limits: Sequence
     return Axis(left, right, _LEFT, _RIGHT), Axis(lowest, highest, _BOTTOM, _TOP)
 
 
-def _roof(rates: Rates, x: Axis, y: Axis, whole: bool) -> Roof:
+def _roof(rates: Limit, x: Axis, y: Axis, whole: bool) -> Roof:
     ridge = rates.flops / rates.reads
     left = (x.start, y.at(x.low * rates.reads))
     top = (x.at(ridge), y.at(rates.flops))
@@ -166,7 +176,7 @@ def _roof(rates: Rates, x: Axis, y: Axis, whole: bool) -> Roof:
         ridge=top,
         right=(x.end, top[1]),
         slope_label=f"reads {rates.reads:.1f} GB/s, {threads}",
-        level_label=f"multiply-adds {rates.flops:,.0f} GFLOP/s, {threads}",
+        level_label=f"multiply-adds ({rates.level}) {rates.flops:,.0f} GFLOP/s, {threads}",
         angle=degrees(atan2(top[1] - left[1], top[0] - left[0])),
         whole=whole,
     )

@@ -12,21 +12,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.machine import usable_cpus
 from llmc.bench.engine import EngineSystem, engine
-from llmc.bench.machine import Limits, Rates, cpu_name
+from llmc.bench.machine import Limits, Memory, Rates, cpu_name
 from llmc.bench.peer import peer
 from llmc.bench.roofline import Bound, Costs, OperatorRow, bound
 from llmc.bench.work import System, Timing, Work, measure
-from llmc.runtime.machine import usable_cpus
 
 
 @dataclass(frozen=True)
 class SystemRow:
-    """`load`: seconds until the first token; `memory`: the most bytes that its processes held after a round."""
+    """`load`: seconds until the first token; `memory` of `processes`: their peak, and the most that they held after a
+    round.
+    """
 
     name: str
     load: float
-    memory: int
+    memory: Memory
+    processes: str
+
+    def data(self) -> dict[str, Any]:
+        """As plain values."""
+        held, peak = self.memory.held, self.memory.peak
+        return {"name": self.name, "load": self.load, "memory": held, "peak_memory": peak, "processes": self.processes}
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Report:
         return {
             "model": self.model,
             "cpu": self.cpu,
-            "limits": [asdict(rates) for rates in self.limits],
-            "systems": [asdict(row) for row in self.systems],
+            "limits": [rates.data() for rates in self.limits],
+            "systems": [row.data() for row in self.systems],
             "works": [_timing_data(t, self.bounds[t.work] if t.system == plan else None) for t in self.timings],
             "operators": [_operators_data(table) for table in self.operators],
         }
@@ -99,9 +107,9 @@ def _timing_data(timing: Timing, limit: Bound | None) -> dict[str, Any]:
 def _operators_data(table: OperatorTable) -> dict[str, Any]:
     rows = [
         {"operator": row.op, "shape": row.kind, "launches": row.launches, "seconds": row.seconds,
-         "bytes_read": row.cost.weights + row.cost.kv, "flops": row.cost.flops,
-         "share_of_bound": bound(row.cost, table.rates).share(row.seconds)}
+         "bytes_read": limit.reads, "flops": limit.flops, "share_of_bound": limit.share(row.seconds)}
         for row in table.rows
+        for limit in [bound(row.demand, table.rates)]
     ]  # fmt: skip
     return {**asdict(table.work), "seconds": table.seconds, "rows": rows}
 
@@ -123,16 +131,16 @@ def run(
     with ExitStack() as stack:
         own = stack.enter_context(engine(path, works, steps))
         systems: list[System] = [own, *(stack.enter_context(peer(kind, file, threads)) for kind, file in peers)]
-        limits, held = Limits(own.library, own.threads * len(own.plan.manifest.ranks)), [0] * len(systems)
+        costs, memory = Costs(own.plan), [Memory(0, 0)] * len(systems)
+        limits = Limits(own.library, own.threads * len(own.plan.manifest.ranks), costs.products(works))
 
         def between() -> None:
             limits.measure()
-            held[:] = [max(most, system.memory()) for most, system in zip(held, systems, strict=True)]
+            memory[:] = [most.most(system.memory()) for most, system in zip(memory, systems, strict=True)]
 
         timings = measure(systems, works, repeats, steps, between)
         between()
-        rows = [SystemRow(s.name, s.load, most) for s, most in zip(systems, held, strict=True)]
-    costs = Costs(own.plan)
+        rows = [SystemRow(s.name, s.load, most, s.processes) for s, most in zip(systems, memory, strict=True)]
     return Report(
         model=own.plan.manifest.model.name,
         cpu=cpu_name(),
@@ -151,7 +159,7 @@ def _profile(path: Path, costs: Costs, works: Sequence[Work], rates: Rates, repe
     tables = []
     with engine(path, works, repeats, timed=True) as system:
         ranks = len(system.plan.manifest.ranks)
-        own = Rates(rates.threads // ranks, rates.reads / ranks, rates.flops / ranks)
+        own = rates.part(ranks)
         for work in works:
             system.run(work, 1)
             whole, launches = _timed_steps(system, work, repeats)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmc.bench.machine import Memory
+
 #: Tokens that a sequence holds in decodes at several batch sizes.
 SHORT_CONTEXT = 128
 
@@ -44,16 +46,22 @@ class Work:
 
 
 class System(Protocol):
-    """What is timed. `load`: seconds from opening the model until a first token is there."""
+    """What is timed. `load`: seconds from opening the model until a first token is there. `processes`: those whose
+    `memory` is told, for people.
+    """
 
     name: str
     load: float
 
+    @property
+    def processes(self) -> str:
+        """See above."""
+
     def run(self, work: Work, steps: int) -> float:
         """Seconds of one prefill, or of one of `steps` decode steps in a row."""
 
-    def memory(self) -> int:
-        """Bytes that its processes hold now, pages of files included, shared ones in equal parts."""
+    def memory(self) -> Memory:
+        """Of those processes, pages of files included."""
 
 
 @dataclass(frozen=True)

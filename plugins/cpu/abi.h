@@ -64,6 +64,10 @@ typedef struct llmc_sampled {
   int32_t reserved;
 } llmc_sampled;
 
+// How numbers are multiplied (plugins/cpu/products.py): floats one by one; INT8 in pairs of 16 bits, which vpmaddwd or
+// vpdpwssd takes; bf16 in pairs, which vdpbf16ps takes; AMX's tiles.
+enum { LLMC_FLOATS = 0, LLMC_INT8_PAIRS, LLMC_BF16_PAIRS, LLMC_BF16_TILES, LLMC_INT8_TILES };
+
 #pragma GCC visibility push(default)  // the rest of an engine's code is compiled hidden
 #ifdef __cplusplus
 extern "C" {
@@ -81,9 +85,10 @@ void llmc_abort(uint8_t* comm);
 void llmc_sample(const float* logits, int32_t n, int32_t vocab, const llmc_sampling* params, llmc_sampled* out,
                  int32_t* top_ids, float* top_logprobs, int32_t top_stride, float* scratch, int32_t* scratch_ids);
 // This machine's limits, as this code's instructions and this many threads reach them: bytes a second of reading `bytes`
-// bytes at `data` (64-byte aligned) once, and floating-point operations a second of `count` rounds of multiply-adds.
+// bytes at `data` (64-byte aligned) once, and operations a second of `count` rounds of products of one kind, a
+// multiplication and an addition counting as two. 0: this code has no such instructions.
 double llmc_read_rate(const uint8_t* data, int64_t bytes, int32_t threads);
-double llmc_multiply_rate(int64_t count, int32_t threads);
+double llmc_product_rate(int32_t products, int64_t count, int32_t threads);
 #ifdef __cplusplus
 }
 #endif

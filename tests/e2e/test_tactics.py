@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,11 @@ def test_other_tactics_are_other_code_and_the_same_numbers(model: Path, tmp_path
     printed = CliRunner().invoke(main, ["inspect", str(tmp_path / "mine.plan"), "--command"]).output
     assert "# mine.yaml: {packed_rows: 4, block: 64, chunk_rows: 60, prefetch_bytes: 512}" in printed
     assert "--tactics mine.yaml" in printed
+    for name, used in (("own", load_target("cpu").tactics), ("mine", Tactics.read(file))):
+        numbers = ", ".join(f"{key}: {value}" for key, value in vars(used).items())
+        shown = CliRunner().invoke(main, ["inspect", str(tmp_path / f"{name}.plan")], env={"COLUMNS": "200"}).output
+        label = "default" if name == "own" else "mine.yaml"
+        assert re.search(rf"^ *tactics +{re.escape(f'{label}: {{{numbers}}}')} *$", shown, re.MULTILINE)
 
 
 def test_tune_writes_what_build_takes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from llmc.artifacts.machine import usable_cpus
 from llmc.artifacts.plan import Plan
 from llmc.bench.machine import cpu_name
 from llmc.bench.serving.client import Target
 from llmc.bench.serving.frontier import draw
 from llmc.bench.serving.run import measure, result
 from llmc.bench.serving.workload import Workload
-from llmc.runtime.machine import usable_cpus
 from tests.unit.runtime.servers import Server
 
 #: The columns of the table: key of a result, head, digits.

@@ -26,8 +26,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.plugins import OPERATORS, cpu_launch, linear, paged_attention, rms_norm
+from llmc.artifacts.types import NUMPY_DTYPES, KVScales, TensorType
+from llmc.plugins import OPERATORS, cpu_launch, linear, paged_attention, rms_norm, rope_cache
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.paged_attention.cpu import layer_bytes
 from llmc.runtime.native import RankStruct, SampledStruct, SamplingStruct
@@ -40,6 +40,8 @@ ISA = "x86-64-v3"
 #: How often a launch runs in two counts: their difference is what a launch takes, without what surrounds it.
 _TIMES = (1, 3)
 BLOCK, CONTEXT, VOCAB = 16, 512, 49152
+#: Of attention that sees the end of the context alone.
+WINDOW = 128
 #: Counts what happens inside a call and nothing else: valgrind's requests to callgrind, as its header encodes them (the
 #: sequence of instructions does nothing outside of valgrind).
 _MEASURED = """
@@ -117,10 +119,30 @@ def _linear(dtype: str, rows: int, range_: tuple[int, int]) -> Case:
     return Case(f"linear {dtype}, {rows} rows", "linear", attrs, (x, w, *scales), rows, range_)
 
 
-def _attention(kv_dtype: str, rows: int, range_: tuple[int, int]) -> Case:
-    scales = ((0.5,) * 3, (0.25,) * 3) if kv_dtype == "f8e4m3" else None
-    attrs = paged_attention.Attrs(0, 9, 3, 64, 0.125, kv_scales=scales)
-    name = f"paged_attention {kv_dtype}, {rows} token{'s' * (rows > 1)} of {CONTEXT}"
+def _gated(rows: int, range_: tuple[int, int]) -> Case:
+    """Gate and up in one, as the MLP has them."""
+    inputs = (TensorType("f32", ("T", 576)), TensorType("f8e4m3", (3072, 576)), TensorType("f32", (3072,)))
+    attrs = linear.Attrs(epilogue="silu_gate")
+    return Case(f"linear f8e4m3 with silu_gate, {rows} rows", "linear", attrs, inputs, rows, range_)
+
+
+def _rope(kv_dtype: str, rows: int, range_: tuple[int, int]) -> Case:
+    attrs = rope_cache.Attrs(0, 9, 3, 64, rotary=64, kv_scales=_kv_scales(kv_dtype))
+    inputs = tuple(TensorType("f32", ("T", width)) for width in (576, 192, 192, 64, 64))
+    return Case(f"rope_cache {kv_dtype}, {_tokens(rows)}", "rope_cache", attrs, inputs, rows, range_, kv_dtype)
+
+
+def _kv_scales(kv_dtype: str) -> KVScales | None:
+    return ((0.5,) * 3, (0.25,) * 3) if kv_dtype == "f8e4m3" else None
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count > 1)}"
+
+
+def _attention(kv_dtype: str, rows: int, range_: tuple[int, int], window: int | None = None) -> Case:
+    attrs = paged_attention.Attrs(0, 9, 3, 64, 0.125, window=window, kv_scales=_kv_scales(kv_dtype))
+    name = f"paged_attention {kv_dtype}, {_tokens(rows)} of {CONTEXT}" + (f", window {window}" if window else "")
     return Case(name, "paged_attention", attrs, (TensorType("f32", ("T", 9, 64)),), rows, range_, kv_dtype)
 
 
@@ -131,14 +153,18 @@ CASES = [
         for dtype in ("f8e4m3", "bf16", "i8", "u4")
         for size in ((1, (1, 1)), (4, (2, 16)), (64, (17, 512)))
     ),
+    *(_gated(*size) for size in ((1, (1, 1)), (4, (2, 16)), (64, (17, 512)))),
     *(_attention(kv_dtype, *size) for kv_dtype in ("bf16", "f8e4m3") for size in ((1, (1, 1)), (64, (17, 512)))),
+    *(_attention("bf16", *size, window=WINDOW) for size in ((1, (1, 1)), (64, (17, 512)))),
+    # Of the small ones many rows alone: what surrounds a launch differs by hundreds of instructions from run to run.
+    *(_rope(kv_dtype, 64, (17, 512)) for kv_dtype in ("bf16", "f8e4m3")),
     Case(
-        "rms_norm, 4 rows",
+        "rms_norm, 64 rows",
         "rms_norm",
         rms_norm.Attrs(1e-5, True),
         (TensorType("f32", ("T", 576)), TensorType("f32", (576,)), TensorType("f32", ("T", 576))),
-        4,
-        (2, 16),
+        64,
+        (17, 512),
     ),
 ]
 SAMPLER = f"sampler, top-p 0.9 of {VOCAB}"
@@ -178,7 +204,8 @@ def _run(index: int) -> None:
     rank = RankStruct(0, 1, 1)
     rank.kv, rank.num_blocks = kv.ctypes.data, blocks
     table = np.arange(blocks, dtype=np.int32).reshape(1, -1)
-    step = Step(np.array([0, case.rows], np.int32), np.array([CONTEXT], np.int32), table).struct()
+    held = Step(np.array([0, case.rows], np.int32), np.array([CONTEXT], np.int32), table)
+    step = held.struct()  # which has addresses of its arrays
     addresses = {"rank": ctypes.addressof(rank), "step": ctypes.addressof(step)}
     for times in _TIMES:
         call = _measured(f"{case.name} x{times}")
@@ -251,7 +278,7 @@ def main() -> None:
     recorded = json.loads(RECORD.read_text())["counts"] if RECORD.exists() else {}
     for name, number in counts.items():
         before = recorded.get(name)
-        print(f"{name:40} {number:12,}" + (f" {number / before - 1:+8.1%}" if before else ""))
+        print(f"{name:52} {number:12,}" + (f" {number / before - 1:+8.1%}" if before else ""))
     if options.record:
         RECORD.write_text(json.dumps({"g++": toolchain(), "isa": ISA, "counts": counts}, indent=1) + "\n")
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from llmc.artifacts.machine import usable_cpus
 from llmc.artifacts.plan import Plan
 from llmc.bench.engine import EngineSystem, engine
 from llmc.bench.machine import Limits, Rates, cpu_name
 from llmc.bench.peer import PeerSystem, parse_peer, peer
 from llmc.bench.roofline import Bound, Costs, bound
 from llmc.bench.work import Timing, Work, measure, works
-from llmc.runtime.machine import usable_cpus
 
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 
@@ -30,18 +30,18 @@ def table(
     plans: Sequence[EngineSystem],
     peers: Sequence[PeerSystem],
     timings: Sequence[Timing],
+    costs: Mapping[str, Costs],
     limits: Mapping[str, Rates],
     repeats: int,
 ) -> str:
-    """Markdown: a row a work, a column a system, for each plan its share of the bound and its ratio. `limits` by the
-    plans' levels of instructions.
+    """Markdown: a row a work, a column a system, for each plan its share of the bound and its ratio. `costs` by the
+    plans' names, `limits` by their levels of instructions.
     """
     by_key = {(timing.system, timing.work): timing for timing in timings}
     chosen = list(dict.fromkeys(timing.work for timing in timings))
     bounds: dict[str, dict[Work, Bound]] = {}
     for system in plans:
-        costs = Costs(system.plan)
-        bounds[system.name] = {work: bound(costs.of(work), limits[level(system)]) for work in chosen}
+        bounds[system.name] = {work: bound(costs[system.name].of(work), limits[level(system)]) for work in chosen}
     head = ["tokens a second"]
     for system in plans:
         head += [system.name, "of its bound", *(["to the best peer"] if peers else [])]
@@ -57,10 +57,9 @@ def table(
         rows.append(row + [_rate(by_key[system.name, work]) for system in peers])
     systems = [*plans, *peers]
     loads = ", ".join(f"{system.name} {system.load:.2f} s" for system in systems)
-    held = ", ".join(f"{system.name} {system.memory() / 1e6:.0f} MB" for system in systems)
+    memory = "; ".join(f"{system.name} {system.memory()} ({system.processes})" for system in systems)
     rates = "; ".join(
-        f"{isa}: {found.threads} threads, reads {found.reads / 1e9:.1f} GB/s, multiply-adds "
-        f"{found.flops / 1e9:.0f} GFLOP/s"
+        f"{isa}: {found.threads} threads, reads {found.reads / 1e9:.1f} GB/s, multiply-adds {found.multiplies}"
         for isa, found in limits.items()
     )
     lines = [
@@ -68,7 +67,7 @@ def table(
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        f"To the first token: {loads}. Memory held: {held}.",
+        f"To the first token: {loads}. Memory: {memory}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -76,6 +75,14 @@ def table(
 def level(system: EngineSystem) -> str:
     """The instructions that the plan is made of, which its limits are measured with."""
     return system.plan.manifest.target.isa
+
+
+def _limits(
+    plan: EngineSystem, plans: Sequence[EngineSystem], costs: Mapping[str, Costs], timed: Sequence[Work]
+) -> Limits:
+    """Of a plan's level, in all that the plans of this level multiply with."""
+    alike = [costs[other.name] for other in plans if level(other) == level(plan)]
+    return Limits(plan.library, usable_cpus(), sorted({kind for cost in alike for kind in cost.products(timed)}))
 
 
 def _rate(timing: Timing) -> str:
@@ -114,14 +121,16 @@ def main() -> None:
     with ExitStack() as stack:
         plans = [stack.enter_context(engine(path, timed, options.steps)) for path in options.plans]
         peers = [stack.enter_context(peer(kind, path, usable_cpus())) for kind, path in chosen_peers]
-        limits = {level(plan): Limits(plan.library, usable_cpus()) for plan in plans}
+        costs = {plan.name: Costs(plan.plan) for plan in plans}
+        limits = {level(plan): _limits(plan, plans, costs, timed) for plan in plans}
 
         def measure_limits() -> None:
             for own in limits.values():
                 own.measure()
 
         timings = measure([*plans, *peers], timed, options.repeats, options.steps, measure_limits)
-        text = table(plans, peers, timings, {isa: own.all for isa, own in limits.items()}, options.repeats)
+        rates = {isa: own.all for isa, own in limits.items()}
+        text = table(plans, peers, timings, costs, rates, options.repeats)
     print(text, end="")
     if options.out is not None:
         options.out.write_text(text)

@@ -10,6 +10,7 @@ import pytest
 
 from llmc.artifacts.errors import EnvironmentFault
 from llmc.builder.build import ABI_VERSION
+from llmc.builder.cpu import compile as cpu_compile
 from llmc.builder.cpu.cache import ObjectCache
 from llmc.builder.cpu.compile import Compiler
 from llmc.builder.cpu.emit import emit
@@ -42,6 +43,12 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> ObjectCache:
 @pytest.fixture(scope="module")
 def code(sources, toolchain: Toolchain, objects: ObjectCache) -> list[bytes]:
     return Compiler(toolchain, TARGET, objects).libraries(sources)
+
+
+def test_as_many_units_at_once_as_this_process_may_run(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_compile, "usable_cpus", lambda: 3)
+    assert Compiler(toolchain, TARGET).workers == 3
+    assert Compiler(toolchain, TARGET, workers=5).workers == 5
 
 
 def elf(code: bytes, tmp_path: Path, *options: str) -> str:

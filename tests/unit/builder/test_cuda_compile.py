@@ -47,6 +47,12 @@ def make(call: CudaCall = CALL, sm: int = 90, stride: int = 64, dtype: str = "bf
     return variant(call, sm, {X: dtype, Y: "f32"}, {STRIDE: stride})
 
 
+def test_as_many_kernels_at_once_as_this_process_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_compile, "usable_cpus", lambda: 3)
+    assert CudaCompiler().workers == 3
+    assert CudaCompiler(workers=5).workers == 5
+
+
 def test_a_variant_is_what_the_call_and_its_places_say() -> None:
     made = make()
     assert made.signature == (

@@ -42,6 +42,20 @@ def test_a_config_of_another_shape_is_refused(tmp_path: Path) -> None:
         load_reference(open_checkpoint(path))
 
 
+@pytest.mark.parametrize(("before", "usable", "after"), [(4, 2, 2), (2, 4, 2)])
+def test_pytorch_takes_no_more_threads_than_it_may_and_was_told(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, before: int, usable: int, after: int
+) -> None:
+    own = torch.get_num_threads()
+    monkeypatch.setattr(reference, "usable_cpus", lambda: usable)
+    try:
+        torch.set_num_threads(before)
+        load_reference(open_checkpoint(saved))
+        assert torch.get_num_threads() == after
+    finally:
+        torch.set_num_threads(own)
+
+
 def test_on_meta_nothing_is_allocated(saved: Path) -> None:
     assert {p.device.type for p in build_model(open_checkpoint(saved), "meta").parameters()} == {"meta"}
 

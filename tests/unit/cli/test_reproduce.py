@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from llmc.artifacts.calibration import CalibrationData, CalibrationTable, Choice, Ranges, RoundedFile
 from llmc.artifacts.plan import Plan, PlanWriter
-from llmc.artifacts.schema import BuildInfo, CheckpointPin, ShapeProfile, SourceFile, TokenRange
+from llmc.artifacts.schema import BuildInfo, CheckpointPin, ShapeProfile, SourceFile, Target, TokenRange
 from llmc.cli import main, reproduce
 from tests.unit.artifacts.test_plan import manifest
 
@@ -31,8 +31,14 @@ ROUNDED = dataclasses.replace(
 )
 
 
-def write(path: Path, table: CalibrationTable | None, config: dict[str, object], **changes: object) -> Plan:
-    build = BuildInfo("llmc 0.1.0", "g++ 12", (), str(config["precision"]), "bf16", 2, config, {"torch": "2.13"})
+def write(
+    path: Path,
+    table: CalibrationTable | None,
+    config: dict[str, object],
+    flags: tuple[str, ...] = (),
+    **changes: object,
+) -> Plan:
+    build = BuildInfo("llmc 0.1.0", "g++ 12", flags, str(config["precision"]), "bf16", 2, config, {"torch": "2.13"})
     with PlanWriter(path) as writer:
         if table is not None:
             writer.add("calibration.json", table.to_json())
@@ -107,6 +113,32 @@ def test_a_profile_of_ones_own_and_a_gguf_and_a_text(tmp_path: Path) -> None:
         "token_ranges": [{"min": 1, "opt": 4, "max": 4}], "max_num_seqs": 2, "max_seq_len": 8, "block_size": 16,
         "outside": "reject",
     }  # fmt: skip
+
+
+FLAGS = ("-O3", "-DLLMC_PACKED_ROWS=8", "-DLLMC_BLOCK=256", "-DLLMC_CHUNK_ROWS=240", "-DLLMC_PREFETCH_BYTES=2048")
+NUMBERS = "{packed_rows: 8, block: 256, chunk_rows: 240, prefetch_bytes: 2048}"
+SM_90 = Target("cuda", "sm_90", (), 13000)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "changes", "shown"),
+    [
+        ({}, FLAGS, {}, f"default: {NUMBERS}"),
+        ({"tactics": "mine.yaml"}, FLAGS, {}, f"mine.yaml: {NUMBERS}"),
+        ({}, FLAGS, {"target": SM_90}, "default, of cuda:sm_90"),
+        (
+            {"tactics": "mine.yaml"},
+            ("--tactic=linear.few.rows=16", *FLAGS),
+            {"target": SM_90},
+            "mine.yaml: {linear: {few: {rows: 16}}}",
+        ),
+        ({}, FLAGS, {"target": Target("tensorrt", "sm_90", (), 13000)}, None),
+    ],
+)
+def test_the_tactics_of_a_plan(
+    tmp_path: Path, config: dict[str, object], flags: tuple[str, ...], changes: dict[str, object], shown: str | None
+) -> None:
+    assert reproduce.tactics(write(tmp_path / "x.plan", None, {**CONFIG, **config}, flags, **changes)) == shown
 
 
 @pytest.mark.parametrize("forms", [("--command", "--config"), ("--json", "--command")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,10 +18,10 @@ from llmc.artifacts.errors import CheckpointError, EnvironmentFault, PlanError, 
 from llmc.artifacts.plan import Plan
 from llmc.bench import llama_cpp
 from llmc.bench.engine import engine
-from llmc.bench.machine import Rates
+from llmc.bench.machine import Memory, Rates
 from llmc.bench.peer import parse_peer, peer
 from llmc.bench.picture import Axis, Box, Point, _labels, draw
-from llmc.bench.roofline import Costs, bound
+from llmc.bench.roofline import Costs, Demand, bound
 from llmc.bench.run import Report, SystemRow, run
 from llmc.bench.work import Timing, Work, measure, prompt, works
 from llmc.builder.build import Progress, compile_plan
@@ -29,10 +30,15 @@ from llmc.builder.options import BuildOptions
 from llmc.builder.page.costs import Cost
 from llmc.builder.verdict import Verdict
 from llmc.cli import main
+from llmc.plugins.cpu.products import Products
 from tests.models import save_checkpoint
 
 torch.set_num_threads(1)
-RATES = Rates(2, 10e9, 100e9)
+RATES = Rates(2, 10e9, {Products.FLOATS: 100e9, Products.INT8_PAIRS: 200e9})
+
+
+def floats(**cost: int) -> Demand:
+    return Demand(Cost(**cost), {Products.FLOATS: cost["flops"]})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,7 @@ class Fake:
     """A system that notes what it is asked."""
 
     load = 0.5
+    processes = "none"
 
     def __init__(self, name: str, log: list[tuple[str, str, int]]) -> None:
         self.name, self._log = name, log
@@ -61,8 +68,8 @@ class Fake:
         self._log.append((self.name, work.kind, steps))
         return float(len(self._log))
 
-    def memory(self) -> int:
-        return 1
+    def memory(self) -> Memory:
+        return Memory(1, 2)
 
 
 def test_chosenare_lowered_to_the_plan_and_none_comes_twice() -> None:
@@ -92,22 +99,35 @@ def test_systems_take_turns_and_the_first_round_does_not_count() -> None:
 
 
 def test_a_bound_is_the_longer_of_reads_and_flops() -> None:
-    read = bound(Cost(weights=900, activations=10**9, kv=100, flops=1000), RATES)
+    read = bound(floats(weights=900, activations=10**9, kv=100, flops=1000), RATES)
     assert (read.reads, read.by, read.seconds) == (1000, "reads", 1000 / 10e9)
-    multiplied = bound(Cost(weights=900, kv=100, flops=100_000), RATES)
+    multiplied = bound(floats(weights=900, kv=100, flops=100_000), RATES)
     assert (multiplied.by, multiplied.seconds) == ("FLOPs", 1e-6)
     assert multiplied.share(4e-6) == 0.25
+
+
+def test_every_operation_counts_at_the_rate_of_its_products() -> None:
+    whole = Demand(Cost(weights=900, flops=400_000), {Products.INT8_PAIRS: 400_000})
+    alone = bound(whole, RATES)
+    assert (alone.flops, alone.by, alone.seconds, alone.products) == (400_000, "FLOPs", 2e-6, Products.INT8_PAIRS)
+    both = bound(whole + floats(kv=100, flops=100_000) + floats(flops=100_000), RATES)
+    assert (both.reads, both.flops, both.products) == (1000, 600_000, Products.INT8_PAIRS)
+    assert both.seconds == pytest.approx(2e-6 + 2e-6)
+    half = RATES.part(2)
+    assert (half.threads, half.reads, half.flops[Products.INT8_PAIRS]) == (1, 5e9, 100e9)
+    assert RATES.multiplies == "100 GFLOP/s (float32), 200 GFLOP/s (INT8 pairs)"
 
 
 def test_costs_of_a_plan(plan: Path) -> None:
     costs = Costs(Plan.open(plan))
     one, four = costs.of(Work("decode", 1, 64)), costs.of(Work("decode", 4, 64))
     layer = 9 * 8 * 72 + 2 * 3 * 8 * 72 + 72 * 9 * 8 + 3 * 100 * 72  # q, k and v, o, gate, up and down
-    assert one.flops > 2 * (2 * layer + 72 * 300)
-    assert one.flops < 2.5 * (2 * layer + 72 * 300)
-    assert four.flops == 4 * one.flops
-    assert four.kv == 4 * one.kv
-    assert four.weights < 1.1 * one.weights  # read once; only rows of the embedding are more
+    assert one.cost.flops > 2 * (2 * layer + 72 * 300)
+    assert one.cost.flops < 2.5 * (2 * layer + 72 * 300)
+    assert four.cost.flops == 4 * one.cost.flops
+    assert four.cost.kv == 4 * one.cost.kv
+    assert four.cost.weights < 1.1 * one.cost.weights  # read once; only rows of the embedding are more
+    assert one.flops == {Products.FLOATS: one.cost.flops}  # x86-64-v3, bf16
     # A prompt in two steps reads all weights twice, and costs no more operations than in one but for its logits.
     most = Plan.open(plan).manifest.profile.max_num_batched_tokens
     assert costs._steps(Work("prefill", 1, most + 8))[1].tokens == 8
@@ -127,7 +147,9 @@ def test_an_engine_is_timed_launch_by_launch(plan: Path) -> None:
     with engine(plan, [work], 4, threads=1, timed=True) as system:
         seconds = system.run(work, 4)
         ranks = system.launch_seconds()
-        assert system.memory() > 1 << 20
+        memory = system.memory()
+        assert 1 << 20 < memory.held <= memory.peak
+        assert system.processes == "2 rank processes, without the one that hands out steps"
     assert [len(times) for times in ranks] == [rank.launches for rank in Plan.open(plan).manifest.ranks]
     assert all(time >= 0 for times in ranks for time in times)
     assert 0 < sum(ranks[0]) < 100 * seconds
@@ -135,7 +157,7 @@ def test_an_engine_is_timed_launch_by_launch(plan: Path) -> None:
     assert sum(row.launches for row in rows) == len(ranks[0])
     assert sum(row.seconds for row in rows) == pytest.approx(sum(ranks[0]))
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
-    assert any(row.op == "linear" and row.cost.weights > 0 for row in rows)
+    assert any(row.op == "linear" and row.demand.cost.weights > 0 for row in rows)
 
 
 def test_an_engine_that_is_not_timed_has_no_times(plan: Path) -> None:
@@ -148,9 +170,11 @@ def test_the_engine_knows_the_machine(plan: Path) -> None:
         raw = np.ones((16 << 20) + 64, np.uint8)
         start = -raw.ctypes.data % 64
         reads = system.library.read_rate(raw[start : start + (16 << 20)], 2)
-        flops = system.library.multiply_rate(100_000, 1)
+        flops = [system.library.product_rate(kind, 100_000, 1) for kind in (Products.FLOATS, Products.INT8_PAIRS)]
+        with pytest.raises(PlanError, match="no instructions for products of kind 4"):
+            system.library.product_rate(Products.INT8_TILES, 100_000, 1)
     assert 1e8 < reads < 1e13
-    assert 1e9 < flops < 1e13
+    assert all(1e9 < rate < 1e13 for rate in flops)
 
 
 def test_a_run_as_json_and_as_a_picture(plan: Path, tmp_path: Path) -> None:
@@ -159,7 +183,9 @@ def test_a_run_as_json_and_as_a_picture(plan: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["bench", str(plan), *options, "--plot", str(picture), "--json"])
     assert done.exit_code == 0, done.output
     data = json.loads(done.output)
+    assert data["systems"][0]["peak_memory"] > 0
     assert data["limits"][-1]["reads"] > 0
+    assert data["limits"][-1]["flops"]["float32"] > 0
     assert [(w["kind"], w["batch"], w["context"]) for w in data["works"]] == [
         ("prefill", 1, 32),
         ("decode", 1, 128),
@@ -205,6 +231,23 @@ def test_transformers_beside_the_plan(plan: Path, checkpoint: Path) -> None:
     assert [row.name for row in report.systems] == ["llmc bf16 tp 2", "transformers fp32 eager"]
     assert {(t.system, t.work) for t in report.timings} == {(r.name, w) for r in report.systems for w in chosen}
     assert all(t.median > 0 for t in report.timings)
+    for row in report.systems:
+        assert row.memory.held > 1 << 20
+        assert row.memory.peak > 1 << 20
+    assert report.systems[1].processes == "its one process"
+
+
+def test_memory_that_was_given_back_is_in_the_peak() -> None:
+    code = "b = bytearray(64 << 20); b[::4096] = b[::4096]; del b; print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        one, two = Memory.of([process.pid]), Memory.of([process.pid, process.pid])
+        process.communicate("\n")
+    assert one.peak > one.held + (50 << 20)
+    assert two.peak == 2 * one.peak
+    assert one.most(Memory(1 << 40, 0)) == Memory(1 << 40, one.peak)
 
 
 @pytest.mark.parametrize(
@@ -272,17 +315,17 @@ def test_labels_keep_off_each_other_and_the_points() -> None:
 def test_the_picture_names_the_roofs() -> None:
     chosen = [Work("prefill", 1, 512), Work("decode", 1, 128)]
     bounds = {
-        chosen[0]: bound(Cost(weights=10**8, flops=10**11), RATES),
-        chosen[1]: bound(Cost(10**8, 0, 0, 10**8), RATES),
+        chosen[0]: bound(floats(weights=10**8, flops=10**11), RATES),
+        chosen[1]: bound(floats(weights=10**8, flops=10**8), RATES),
     }
     timings = tuple(Timing("llmc fp8", work, (2 * limit.seconds,)) for work, limit in bounds.items())
-    systems = (SystemRow("llmc fp8", 0.1, 1),)
-    text = draw(Report("m<1>", "cpu", (Rates(1, 6e9, 50e9), RATES), systems, timings, bounds, ()))
+    systems = (SystemRow("llmc fp8", 0.1, Memory(1, 2), "none"),)
+    text = draw(Report("m<1>", "cpu", (Rates(1, 6e9, {Products.FLOATS: 50e9}), RATES), systems, timings, bounds, ()))
     words = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter())
     for word in (
         "m<1>, llmc fp8",
         "reads 10.0 GB/s, 2 threads",
-        "multiply-adds 50 GFLOP/s, 1 thread",
+        "multiply-adds (float32) 50 GFLOP/s, 1 thread",
         "prefill 512 · 50%",
     ):
         assert word in words

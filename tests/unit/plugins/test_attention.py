@@ -23,6 +23,8 @@ from tests.unit.plugins.compiled import ISAS
 from tests.unit.plugins.native_step import Launch, Rank, Step, build, pack, source
 
 MAX_CONTEXT = 1500
+#: Instead of a block's number: no memory is there.
+NOWHERE = -(2**30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ def make(case: Case, lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Ste
     a, size = case.attrs, case.block_size
     needed = [-(-(before + new) // size) for before, new in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
-    tables = np.full((len(lengths), max(needed) + 1), -(2**30), np.int32)
+    tables = np.full((len(lengths), max(needed) + 1), NOWHERE, np.int32)
     shape = (len(order), size, a.kv_heads)
     widths = (a.head_dim, a.value_dim)
     cache = KVCache(*(np.full((*shape, width), np.nan, NUMPY_DTYPES[case.kv_dtype]) for width in widths))
@@ -160,6 +162,42 @@ def hide_after(cache: KVCache, step: Step, length: int, size: int) -> KVCache:
     for store in (hidden.keys, hidden.values):
         store[step.block_tables[0, later // size], later % size] = np.nan
     return hidden
+
+
+def hide_before(case: Case, step: Step, cache: KVCache) -> tuple[Step, KVCache]:
+    """Without the blocks that lie wholly before what the first query of each sequence sees: NaN, and no place. At least
+    one of them has such blocks.
+    """
+    hidden, tables = KVCache(cache.keys.copy(), cache.values.copy()), step.block_tables.copy()
+    before = step.context_len - np.diff(step.query_start)
+    for s, position in enumerate(before):
+        firsts = [0]
+        if case.attrs.window is not None:
+            firsts.append(position - case.attrs.window + 1)
+        if case.attrs.chunk is not None:
+            firsts.append(position - position % case.attrs.chunk)
+        unseen = max(firsts) // case.block_size
+        for store in (hidden.keys, hidden.values):
+            store[tables[s, :unseen]] = np.nan
+        tables[s, :unseen] = NOWHERE
+    assert (tables != step.block_tables).any()
+    return dataclasses.replace(step, block_tables=tables), hidden
+
+
+BOUNDED = [i for i, case in enumerate(CASES) if case.attrs.window or case.attrs.chunk]
+
+
+@pytest.mark.parametrize("index", BOUNDED, ids=[NAMES[i] for i in BOUNDED])
+@pytest.mark.parametrize(
+    "lengths", [[(1400, 1)], [(900, 1), (3, 1), (700, 1)], [(700, 40), (5, 9), (299, 3), (900, 130)]]
+)
+@pytest.mark.parametrize("isa", ISAS)
+def test_blocks_before_all_that_is_seen_are_not_read(index: int, lengths: list[tuple[int, int]], isa: str) -> None:
+    """A long sequence costs what its window does; its blocks may belong to others by then."""
+    step, cache, q = make(CASES[index], lengths, seed=11)
+    whole = run(index, step, cache, q, isa, 2)
+    out = run(index, *hide_before(CASES[index], step, cache), q, isa, 2)
+    np.testing.assert_array_equal(out.view(np.uint32), whole.view(np.uint32))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

@@ -14,7 +14,7 @@ import pytest
 from llmc.plugins.operator import KVCache
 from llmc.plugins.paged_attention import Attrs
 from tests.unit.plugins.native_step import Rank, Step, build, pack, source
-from tests.unit.plugins.test_attention import Case, expected, hide_after, make
+from tests.unit.plugins.test_attention import Case, expected, hide_after, hide_before, make
 
 ISA = "x86-64-amx"
 #: Groups of 3, 4, 1 and 24; blocks in which values lie in tiles and those that are copied; windows that begin between
@@ -82,6 +82,20 @@ def test_chunks_and_neighbours_give_the_same_bits(index: int) -> None:
     )
     out = run(index, both, cache, np.concatenate([q[:1], q, q[:30]]), threads=3)
     np.testing.assert_array_equal(out[1 : total + 1].view(np.uint32), whole.view(np.uint32))
+
+
+BOUNDED = [i for i, case in enumerate(CASES) if case.attrs.window]
+
+
+@pytest.mark.parametrize("index", BOUNDED, ids=[NAMES[i] for i in BOUNDED])
+@pytest.mark.parametrize(
+    "lengths", [[(1400, 1)], [(900, 1), (3, 1), (700, 1)], [(700, 40), (5, 9), (299, 3), (900, 130)]]
+)
+def test_blocks_before_all_that_is_seen_are_not_read(index: int, lengths: list[tuple[int, int]]) -> None:
+    step, cache, q = make(CASES[index], lengths, seed=11)
+    whole = run(index, step, cache, q, threads=2)
+    out = run(index, *hide_before(CASES[index], step, cache), q, threads=2)
+    np.testing.assert_array_equal(out.view(np.uint32), whole.view(np.uint32))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-19, 1e-30])

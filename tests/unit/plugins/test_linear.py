@@ -207,6 +207,7 @@ def test_an_int4_output_adds_one_group_after_the_other(isa: str, rows: int, case
         # x and q have few bits: sums of their products are exact in any order, and the kernel rounds only what follows.
         exact = x[:, columns].astype(np.float64) @ (w[:, columns] - zero[:, [group]]).T
         total = (total + exact * scale[:, group]).astype(np.float32)  # float64 holds a float32 and the product exactly
+    np.testing.assert_array_equal(run(isa, case, x), total)
 
 
 @pytest.mark.parametrize("isa", ISAS)
