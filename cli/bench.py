@@ -72,6 +72,12 @@ command.add_command(bench_serve)
 )
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1))
 @click.option("--decode-tokens", default=32, show_default=True, type=click.IntRange(1, 128), help="Steps of a decode.")
+@click.option(
+    "--mmap/--no-mmap",
+    default=True,
+    show_default=True,
+    help="Leave weights in the plan's file, or copy them, as `serve`.",
+)
 @click.option("--operators/--no-operators", default=True, show_default=True, help="Time every launch, by operator.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the roofline picture into this file, FILE.svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -84,6 +90,7 @@ def bench_plan(
     contexts: tuple[int, ...],
     repeats: int,
     decode_tokens: int,
+    mmap: bool,
     operators: bool,
     plot: Path | None,
     as_json: bool,
@@ -116,7 +123,7 @@ def bench_plan(
     if not timed:
         raise UsageError("--prefill, --batch and --context are all empty: nothing to time")
     profiled = _profiled(timed) if operators else []
-    report = run(plan, timed, chosen, repeats=repeats, steps=decode_tokens, profiled=profiled)
+    report = run(plan, timed, chosen, repeats=repeats, steps=decode_tokens, profiled=profiled, mmap=mmap)
     if plot is not None:
         from llmc.bench.picture import draw
 

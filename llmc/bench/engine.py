@@ -26,14 +26,16 @@ from llmc.runtime.step import Chunk, StepBatch
 class EngineSystem:
     """Sequences of each context keep their blocks, filled once; every decode starts anew behind the context."""
 
-    def __init__(self, path: Path, works: Sequence[Work], steps: int, *, threads: int | None, timed: bool) -> None:
+    def __init__(
+        self, path: Path, works: Sequence[Work], steps: int, *, threads: int | None, timed: bool, mmap: bool
+    ) -> None:
         began = time.perf_counter()
         self.plan = Plan.open(path, verify=False)
         profile, build = self.plan.manifest.profile, self.plan.manifest.build
         self._sequences: dict[int, list[array[int]]] = {}  # context -> block tables
         self._filled: set[tuple[int, int]] = set()  # context, number
         count = self._place(works, steps)
-        self._executor = Executor(self.plan, threads=threads, num_blocks=count, timed=timed, verify=True)
+        self._executor = Executor(self.plan, threads=threads, num_blocks=count, timed=timed, verify=True, mmap=mmap)
         self.threads = self._executor.threads
         self._ids = prompt(profile.max_seq_len, self.plan.manifest.model.vocab_size)
         self._fill(1, array("i", [0]), 0)
@@ -109,10 +111,16 @@ class EngineSystem:
 
 @contextmanager
 def engine(
-    path: Path, works: Sequence[Work], steps: int, *, threads: int | None = None, timed: bool = False
+    path: Path,
+    works: Sequence[Work],
+    steps: int,
+    *,
+    threads: int | None = None,
+    timed: bool = False,
+    mmap: bool = True,
 ) -> Iterator[EngineSystem]:
     """The plan, ready for these works and up to `steps` decode steps in a row."""
-    system = EngineSystem(path, works, steps, threads=threads, timed=timed)
+    system = EngineSystem(path, works, steps, threads=threads, timed=timed, mmap=mmap)
     try:
         yield system
     finally:

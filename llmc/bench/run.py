@@ -122,14 +122,16 @@ def run(
     repeats: int,
     steps: int,
     profiled: Sequence[Work] = (),
+    mmap: bool = True,
 ) -> Report:
-    """Times the plan and its peers in turn, and the launches of the `profiled` works in an engine of their own.
+    """Times the plan and its peers in turn, and the launches of the `profiled` works in an engine of their own. `mmap`:
+    weights stay in the plan's file.
 
     Raises LlmcError for a plan or a peer that cannot be loaded.
     """
     threads = usable_cpus()
     with ExitStack() as stack:
-        own = stack.enter_context(engine(path, works, steps))
+        own = stack.enter_context(engine(path, works, steps, mmap=mmap))
         systems: list[System] = [own, *(stack.enter_context(peer(kind, file, threads)) for kind, file in peers)]
         costs, memory = Costs(own.plan), [Memory(0, 0)] * len(systems)
         limits = Limits(own.library, own.threads * len(own.plan.manifest.ranks), costs.products(works))

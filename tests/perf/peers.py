@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--no-mmap", action="store_true", help="copy the plans' weights, as `llmc serve --no-mmap`")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--readme", type=Path)
     options = parser.parse_args()
@@ -119,7 +120,9 @@ def main() -> None:
     most = min(profile.max_num_seqs for profile in profiles)
     timed = works(options.batch, options.context, options.prefill, most, longest)
     with ExitStack() as stack:
-        plans = [stack.enter_context(engine(path, timed, options.steps)) for path in options.plans]
+        plans = [
+            stack.enter_context(engine(path, timed, options.steps, mmap=not options.no_mmap)) for path in options.plans
+        ]
         peers = [stack.enter_context(peer(kind, path, usable_cpus())) for kind, path in chosen_peers]
         costs = {plan.name: Costs(plan.plan) for plan in plans}
         limits = {level(plan): _limits(plan, plans, costs, timed) for plan in plans}

@@ -124,7 +124,5 @@ def test_blocks_of_a_gpu_are_kept_on_no_disk() -> None:
     with pytest.raises(UnsupportedError, match=r"--kv-disk: a plan for cuda:sm_90 keeps no blocks on disk; leave"):
         CoreOptions(kv_disk="/tmp", kv_disk_bytes=GIB).check_disk(manifest())
     CoreOptions(kv_host_bytes=GIB).check_disk(manifest())
-    with pytest.raises(
-        UsageError, match=r"--no-mmap: a plan for cuda:sm_90 has its weights in the GPU's"
-    ):
+    with pytest.raises(UsageError, match=r"--no-mmap: a plan for cuda:sm_90 has its weights in the GPU's"):
         CoreOptions(mmap=False).check_mmap(manifest())
