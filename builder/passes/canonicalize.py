@@ -112,10 +112,12 @@ def _slice(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
 
 
 def _concat(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Slices that follow each other in one value are one slice of it."""
     axis = node.attrs.axis % node.type.rank
     order = e.order(inputs, [axis])
-    names = [e.align(x, order) for x in inputs]
-    return e.laid(e.emit("concat", names, axis=order.index(axis)), node.type.shape, order)
+    names = e.adjoining([e.align(x, order) for x in inputs], order.index(axis))
+    joined = names[0] if len(names) == 1 else e.emit("concat", names, axis=order.index(axis))
+    return e.laid(joined, node.type.shape, order)
 
 
 def _matmul(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:

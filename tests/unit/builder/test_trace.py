@@ -165,6 +165,16 @@ def _mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
 
 F = torch.nn.functional
 
+
+def _written_over(x: torch.Tensor) -> torch.Tensor:
+    """Entries and every third or fifth column of a copy replaced, the second time also what was new the first time."""
+    rows = x.unflatten(-1, (4, 25)).clone()
+    rows[:, :, 2] = -x[..., :25]
+    rows[..., 1:20:3] = rows[:, :, 2:3, 1:20:3] * 2.0
+    rows[..., 2::5] = x[..., None, :5]
+    return rows.flatten(2)
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in place": lambda x: x.clone().mul_(2.0).add_(1.0),
     "scaled sums": lambda x: torch.add(x, x.tanh(), alpha=0.5) - torch.rsub(x.abs(), 2.0) / 3,
@@ -182,6 +192,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strided slices": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2),
     "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
     "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
+    "written over": _written_over,
     "repeated": lambda x: x[..., :50].repeat_interleave(2, dim=-1),
     "transposed": lambda x: (x.unflatten(-1, (4, 25)).permute(2, 0, 3, 1) * 2.0).permute(1, 3, 0, 2).flatten(2),
     "mixed axes": lambda x: x.unflatten(-1, (4, 25)).transpose(2, 3).reshape(1, x.shape[1], 100),
@@ -284,3 +295,12 @@ def test_an_empty_rest_of_a_rotated_head_joins_as_nothing() -> None:
     )
     graph = trace_model(config).graph
     assert all(dim != 0 for node in graph for kind in node.types for dim in kind.shape)
+
+
+def test_positions_on_several_axes_that_are_the_same_make_one_table() -> None:
+    """Frequencies for images take every third from a table of another axis; of text all tables are the same."""
+    traced = trace_model(any_config("qwen3_5_text", head_dim=128)).graph
+    assert [node for node in traced if node.op == "slice" and node.path == "model.rotary_emb"]
+    rotary = [node.op for node in canonicalize(traced)[0] if node.path == "model.rotary_emb"]
+    assert "slice" not in rotary
+    assert (rotary.count("cos"), rotary.count("sin"), rotary.count("concat")) == (1, 1, 2)
