@@ -236,8 +236,25 @@ def product(e: Emitter, x: Name, matrix: Name, bias: Name | None) -> Name:
     turned = e.transposed(matrix)
     if turned is not None:
         return linear(e, x, turned, bias)
+    if matrix in e.recipes and bias is None and e.types[x].shape == (*lead, "T", e.types[matrix].shape[-2]):
+        return _by_expert(e, x, matrix)
     out = e.emit("matmul", [x, matrix])
     return out if bias is None else e.emit("add", [out, bias])
+
+
+def _by_expert(e: Emitter, x: Name, stack: Name) -> Name:
+    """x [E,T,K] times a stack of weights [E,K,N]: every token's rows, each times the matrix of its own expert. The path
+    is that of the parameter, as of experts that are chosen.
+    """
+    experts = e.types[stack].shape[0]
+    assert isinstance(experts, int)
+    numbers = reshape(e, e.const("i32", range(experts)), (1, experts))
+    index = e.emit("broadcast", [numbers], f"{stack}.all", shape=("T", experts))
+    rows = e.emit("transpose", [x], f"{x}.rows", perm=(1, 0, 2))
+    turned = e.emit("transpose", [stack], f"{stack}.turned", perm=(0, 2, 1))
+    out = e.emit("grouped_linear", [rows, index, turned])
+    e.nodes[-1] = e.nodes[-1].replace(path=str(stack))
+    return e.emit("transpose", [out], perm=(1, 0, 2))
 
 
 def linear(e: Emitter, x: Name, weight: Name, bias: Name | None) -> Name:

@@ -27,7 +27,8 @@ def reshape(e: Emitter, x: Name, shape: tuple[Dim, ...], stem: str | None = None
 @aten("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
 def _view(e: Emitter, self: Value, **options: Any) -> Value:
     assert e.at is not None
-    return reshape(e, e.value(self), e.kind(e.at).shape)
+    x = e.value(self)
+    return reshape(e, x, e.regrouped(e.types[x].shape, e.at.meta["val"]))
 
 
 @aten("expand", "expand_as", "broadcast_to")
@@ -41,10 +42,15 @@ def _expand(e: Emitter, self: Value, **options: Any) -> Value:
 def _repeat(e: Emitter, self: Value, repeats: Sequence[Any]) -> Value:
     x = e.value(self)
     x = reshape(e, x, (1,) * (len(repeats) - e.types[x].rank) + e.types[x].shape)
-    for axis, times in enumerate(repeats):
-        if not isinstance(times, int) or (times != 1 and isinstance(e.types[x].shape[axis], str)):
-            raise e.unsupported("it repeats the tokens")
-        x = x if times == 1 else e.emit("concat", [x] * times, axis=axis)
+    for axis, times in reversed(list(enumerate(repeats))):
+        shape = e.types[x].shape
+        if not isinstance(times, int):
+            raise e.unsupported("it repeats something as often as there are tokens")
+        if times != 1 and isinstance(shape[axis], str):  # all tokens, then all of them again: an axis before them
+            apart = reshape(e, x, (*shape[:axis], 1, *shape[axis:]))
+            x = e.emit("broadcast", [apart], shape=(*shape[:axis], times, *shape[axis:]))
+        elif times != 1:
+            x = e.emit("concat", [x] * times, axis=axis)
     return x
 
 

@@ -166,6 +166,12 @@ def _mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
 F = torch.nn.functional
 
 
+def _twice_and_again(x: torch.Tensor) -> torch.Tensor:
+    """All tokens, then all of them again with other factors: copies stand before tokens in one axis."""
+    rows = x[0].repeat(3, 1) * torch.stack([x[0, :, 0], x[0, :, 1], x[0, :, 2]]).reshape(-1, 1)
+    return (rows.relu().view(3, -1, 100) * rows.reshape(3, -1, 100)).sum(0)[None]
+
+
 def _written_over(x: torch.Tensor) -> torch.Tensor:
     """Entries and every third or fifth column of a copy replaced, the second time also what was new the first time."""
     rows = x.unflatten(-1, (4, 25)).clone()
@@ -193,6 +199,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
     "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
     "written over": _written_over,
+    "all tokens again": _twice_and_again,
     "repeated": lambda x: x[..., :50].repeat_interleave(2, dim=-1),
     "transposed": lambda x: (x.unflatten(-1, (4, 25)).permute(2, 0, 3, 1) * 2.0).permute(1, 3, 0, 2).flatten(2),
     "mixed axes": lambda x: x.unflatten(-1, (4, 25)).transpose(2, 3).reshape(1, x.shape[1], 100),
@@ -287,6 +294,16 @@ def test_config_of_no_causal_model() -> None:
 def test_a_model_that_counts_its_tokens_is_told_their_positions() -> None:
     graph = trace_model(any_config("bart")).graph
     assert any("positions" in node.inputs for node in graph)
+
+
+def test_a_model_that_is_told_positions_and_counts_is_told_those_of_a_step() -> None:
+    """Llama 4 scales the queries of layers without rotation by how many tokens stand before them."""
+    graph = canonicalize(trace_model(any_config("llama4_text")).graph)[0]
+    kinds = {node.out: node for node in graph}
+    (counts,) = (node for node in graph if node.op == "floor")
+    while counts.op != "input":
+        counts = kinds[counts.inputs[0]]
+    assert counts.attrs.name == "positions"
 
 
 def test_an_empty_rest_of_a_rotated_head_joins_as_nothing() -> None:
