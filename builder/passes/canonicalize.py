@@ -49,8 +49,14 @@ def canonicalize(graph: Graph) -> tuple[Graph, PassReport]:
 
 
 def _source(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
-    """Inputs lose their batch axis, one-element constants all axes; weights stay as they are."""
+    """Inputs lose their batch axis, one-element constants all axes; weights stay as they are, but axes of size 1 before
+    the others only broadcast: nothing is laid out for their sake.
+    """
     shape = node.type.shape
+    if node.op == "param":
+        name = e.add(node.op, (), node.attrs, node.type)
+        first = next((i for i, d in enumerate(shape) if d != 1), len(shape) - 1)
+        return Lazy(name, shape, tuple(i if i >= first else None for i in range(len(shape))))
     keep = list(range(len(shape)))
     if node.op == "input":
         keep = [i for i, d in enumerate(shape) if d != 1]
