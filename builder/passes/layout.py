@@ -166,6 +166,15 @@ class Emitter:
         """A value of exactly the traced shape."""
         return self.align(x, range(len(x.shape)))
 
+    def without(self, x: Lazy, i: int) -> Lazy:
+        """The value where traced axis i, of size 1, is stored nowhere."""
+        axis = x.axes[i]
+        assert axis is not None
+        shape = self.types[x.name].shape
+        name = self.reshape(x.name, (*shape[:axis], *shape[axis + 1 :]), f"{x.name}.view")
+        axes = (None if a is None or a == axis else a - (a > axis) for a in x.axes)
+        return Lazy(name, x.shape, tuple(axes))
+
     def whole(self, name: str) -> Lazy:
         """The lazy value that is an emitted value as it stands."""
         shape = self.types[name].shape

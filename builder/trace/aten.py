@@ -162,6 +162,28 @@ def _reduce(e: Emitter, self: Value, dim: Any = None, keepdim: bool = False, **o
     return x
 
 
+@aten("std", "var")
+def _spread(e: Emitter, self: Value, dim: Any = None, unbiased: bool = True, correction: Any = None,
+            keepdim: bool = False) -> Value:  # fmt: skip
+    """The sum of squared distances to the mean, over the count less 1 (or what is asked for); and its root."""
+    assert e.at is not None
+    x = e.value(self)
+    rank = e.types[x].rank
+    axes = [dim] if isinstance(dim, int) else list(dim or [])
+    size = e.types[x].shape[axes[0]] if len(axes) == 1 else None
+    if not isinstance(size, int):
+        raise e.unsupported("it has no translation but over one axis of fixed size")
+    less = correction if correction is not None else int(unbiased)
+    if not isinstance(less, int | float) or less >= size:
+        raise e.unsupported(f"a correction of {less} for {size} numbers has no translation")
+    axis = axes[0] % rank - rank
+    mean = e.emit("reduce", [x], kind="mean", axis=axis, keepdim=True)
+    squares = e.emit("square", [e.emit("sub", [x, mean])])
+    total = e.emit("reduce", [squares], kind="sum", axis=axis, keepdim=keepdim)
+    variance = e.emit("div", [total, e.scalar(float(size - less), "f32")])
+    return e.emit("sqrt", [variance]) if str(e.at.target).split(".")[1] == "std" else variance
+
+
 @aten("softmax", "_softmax")
 def _softmax(e: Emitter, self: Value, dim: int, **options: Any) -> Value:
     x = e.value(self)

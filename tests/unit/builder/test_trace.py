@@ -181,6 +181,13 @@ def _written_over(x: torch.Tensor) -> torch.Tensor:
     return rows.flatten(2)
 
 
+def _mixed(states: torch.Tensor) -> torch.Tensor:
+    """Four states [4,1,T,25] mixed by numbers of each token, the first of them normed: an axis that is stored last."""
+    mixed = (states.permute(1, 2, 3, 0) @ states[0, ..., :16].unflatten(-1, (4, 4))).permute(3, 0, 1, 2) + states
+    first = mixed[0] * torch.rsqrt(mixed[0].square().mean(-1, keepdim=True) + 1e-5)
+    return torch.cat([first, *mixed[1:3], mixed.mean(0) / (1 + mixed.mean(0).square().mean(-1, keepdim=True))], -1)
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in place": lambda x: x.clone().mul_(2.0).add_(1.0),
     "scaled sums": lambda x: torch.add(x, x.tanh(), alpha=0.5) - torch.rsub(x.abs(), 2.0) / 3,
@@ -195,6 +202,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rms norm": lambda x: F.rms_norm(x, (100,), eps=1e-5),
     "layer norm without weights": lambda x: F.layer_norm(x, (100,)),
     "reductions": lambda x: x - x.mean(-1, keepdim=True) + x.amax(-1, keepdim=True) * x.sum(-1)[..., None],
+    "spreads": lambda x: x / x.std(-1, unbiased=False, keepdim=True) + x.var(-1)[..., None] + x.std(-1, keepdim=True),
+    "corrected spread": lambda x: x - x.unflatten(-1, (4, 25)).var(2, correction=2).repeat(1, 1, 4),
     "strided slices": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2),
     "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
     "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
@@ -205,6 +214,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mixed axes": lambda x: x.unflatten(-1, (4, 25)).transpose(2, 3).reshape(1, x.shape[1], 100),
     "expanded": lambda x: x[..., :10, None].expand(-1, -1, -1, 10).reshape(1, -1, 100) + x[..., :1].expand_as(x),
     "outer product": lambda x: (x[..., :10, None] @ x[..., None, 10:20]).flatten(2),
+    "few terms": lambda x: (x.unflatten(-1, (25, 4)) @ x[..., :16].unflatten(-1, (4, 4))).flatten(2),
+    "few terms, first": lambda x: _mixed(torch.stack(x.split(25, -1))),
     "matrix product": lambda x: (x.unflatten(-1, (10, 10)) @ x.unflatten(-1, (10, 10)).transpose(2, 3)).flatten(2),
     "constants of its own": lambda x: x * torch.arange(100, device=x.device).float().exp2().log1p() * torch.tensor(0.1),
 }
