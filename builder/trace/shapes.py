@@ -89,7 +89,7 @@ def _permute(e: Emitter, self: Value, dims: Sequence[int] | None = None, dim0: i
     return turned or (x if perm == sorted(perm) else e.emit("transpose", [x], perm=tuple(perm)))
 
 
-@aten("cat", "concat")
+@aten("cat", "concat", "concatenate")
 def _cat(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
     values = [e.value(t) for t in tensors if not _is_empty(t)]
     return values[0] if len(values) == 1 else e.emit("concat", values, axis=dim)

@@ -206,6 +206,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "corrected spread": lambda x: x - x.unflatten(-1, (4, 25)).var(2, correction=2).repeat(1, 1, 4),
     "strided slices": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2),
     "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
+    "halves exchanged": lambda x: torch.concatenate([x[..., 50:], x[..., :50]], -1),
     "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
     "written over": _written_over,
     "all tokens again": _twice_and_again,
