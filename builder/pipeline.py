@@ -29,6 +29,7 @@ from llmc.builder.ir import Graph
 from llmc.builder.passes.absorb_latent import absorb_latent
 from llmc.builder.passes.canonicalize import canonicalize
 from llmc.builder.passes.check_lowerable import check_lowerable
+from llmc.builder.passes.choose_experts import choose_experts
 from llmc.builder.passes.fold_activations import fold_activations
 from llmc.builder.passes.fold_factors import fold_factors
 from llmc.builder.passes.fold_positions import fold_positions
@@ -72,6 +73,7 @@ def whole_passes(options: CompileOptions) -> list[Pass]:
         fold_weights,
         fold_positions,
         fuse_experts,
+        choose_experts,
         absorb_latent,
         partial(quantize, precision=_precision(options)),
         split_packed,

@@ -23,14 +23,17 @@ Forward = Callable[..., torch.Tensor]
 
 
 def linear_modules(model: Any) -> dict[str, nn.Module]:
-    """Path -> module, in the model's order: torch's Linear and transformers' Conv1D, without the output head."""
+    """Path -> module, in the model's order: torch's Linear and transformers' Conv1D, without the output head. A router
+    that is a Linear and chooses as well has a forward of its own, and is none.
+    """
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
+    products = (nn.Linear.forward, Conv1D.forward)
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in products and module is not head
     }
 
 

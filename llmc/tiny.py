@@ -43,9 +43,12 @@ SHAPES = (Shape(6, True), Shape(6, False), Shape(4, False))
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of one tiny model. `kept`: the indices of the layers that remain of the config's own."""
+    """The sizes of one tiny model. `published`: the config's own hidden size; `kept`: the indices of its layers that
+    remain.
+    """
 
     hidden: int
+    published: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -121,7 +124,8 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"moe_latent_size", 20),
     # width of the model
     (r"hidden_size_per_layer_input|ple_embed_dim", 12),
-    (r"hidden_size|attention_hidden_size|cross_attention_hidden_size|n_embd|d_model|emb_dim|embedding_dim|"
+    (r"attention_hidden_size", lambda old, s: s.hidden * max(old // s.published, 1)),
+    (r"hidden_size|cross_attention_hidden_size|n_embd|d_model|emb_dim|embedding_dim|"
      r"\w*embedding_size|word_embed_proj_dim|lru_width", lambda _, s: s.hidden),
     # layers
     (r"((num|n)_)?((encoder|decoder|hidden|input|output|recurrent)_)?(layers?|blocks)|num_layers_per_stack",
@@ -135,6 +139,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
 #: Fields whose number counts the layers, most telling first.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 #: Lists of indices of layers.
 _INDICES = re.compile(r"\w*(layers|layer_ids|layer_idx|idxs|layer_indices)")
@@ -190,6 +195,7 @@ def _sizes(fields: Mapping[str, Any], shape: Shape) -> _Sizes:
     mixer = "expand" in fields and _first(fields, _HEADS[:3]) is None  # its heads divide its channels
     return _Sizes(
         hidden=hidden,
+        published=_first(fields, _HIDDEN) or hidden,
         heads=2 * hidden // _STATE_HEAD if mixer else shape.heads,
         kv_heads=1 if kv == 1 else shape.heads if kv == many else 2,
         head_dim=8 if latent else 16,

@@ -21,6 +21,9 @@ from llmc.builder.passes.rewrite import report, tidy
 from llmc.builder.primitives.logic import COMPARISONS, LOGICAL
 from llmc.plugins.pointwise.functions import BINARY, UNARY
 
+#: Terms of a sum of products that is written out.
+_FEW = 8
+
 Rule = Callable[[Emitter, Node, list[Lazy]], Lazy]
 
 
@@ -49,8 +52,14 @@ def canonicalize(graph: Graph) -> tuple[Graph, PassReport]:
 
 
 def _source(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
-    """Inputs lose their batch axis, one-element constants all axes; weights stay as they are."""
+    """Inputs lose their batch axis, one-element constants all axes; weights stay as they are, but axes of size 1 before
+    the others only broadcast: nothing is laid out for their sake.
+    """
     shape = node.type.shape
+    if node.op == "param":
+        name = e.add(node.op, (), node.attrs, node.type)
+        first = next((i for i, d in enumerate(shape) if d != 1), len(shape) - 1)
+        return Lazy(name, shape, tuple(i if i >= first else None for i in range(len(shape))))
     keep = list(range(len(shape)))
     if node.op == "input":
         keep = [i for i, d in enumerate(shape) if d != 1]
@@ -83,8 +92,10 @@ def _reduce(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     if order.index(axis) != e.types[name].rank - 1:
         name = e.align(x, order)
     name = e.emit("reduce", [name], kind=node.attrs.kind, axis=-1, keepdim=True)
-    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    return e.view(e.laid(name, shape, order), node.type.shape)
+    reduced = e.laid(name, (*x.shape[:axis], 1, *x.shape[axis + 1 :]), order)
+    if not node.attrs.keepdim and any(i > axis for i in order):  # it is stored after axes that follow it
+        reduced = e.without(reduced, axis)
+    return e.view(reduced, node.type.shape)
 
 
 def _reshape(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
@@ -108,26 +119,55 @@ def _slice(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
     if stored is None or e.size(x, axis) != x.shape[axis]:  # repeated: any part is like the whole
         return Lazy(x.name, node.type.shape, x.axes)
     attrs = {"start": node.attrs.start, "stop": node.attrs.stop, "step": node.attrs.step}
-    return Lazy(e.emit("slice", [x.name], axis=stored, **attrs), node.type.shape, x.axes)
+    piece = Lazy(e.emit("slice", [x.name], axis=stored, **attrs), node.type.shape, x.axes)
+    behind = any(a is not None and a < stored for a in x.axes[axis + 1 :])  # it is stored after axes that follow it
+    return e.without(piece, axis) if node.type.shape[axis] == 1 and behind else piece
 
 
 def _concat(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
+    """Slices that follow each other in one value are one slice of it."""
     axis = node.attrs.axis % node.type.rank
     order = e.order(inputs, [axis])
-    names = [e.align(x, order) for x in inputs]
-    return e.laid(e.emit("concat", names, axis=order.index(axis)), node.type.shape, order)
+    names = e.adjoining([e.align(x, order) for x in inputs], order.index(axis))
+    joined = names[0] if len(names) == 1 else e.emit("concat", names, axis=order.index(axis))
+    return e.laid(joined, node.type.shape, order)
 
 
 def _matmul(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:
-    """An outer product (one term per sum) is a multiplication; other batch axes broadcast."""
+    """An outer product (one term per sum) is a multiplication, and a product that mixes few values of each token a sum
+    of such: there is no kernel for it. Other batch axes broadcast.
+    """
     rank = node.type.rank
     a, b = (x.padded(rank) for x in inputs)
-    if a.shape[-1] == 1:
+    few = a.shape[-1]
+    if few == 1:
         return _binary(e, node.replace(op="mul"), [a, b])
+    if isinstance(few, int) and few <= _FEW and "T" in a.shape[:-2] and "T" in b.shape[:-2]:
+        return _sum_of_products(e, node, a, b, few)
     batch = sorted({i for x in (a, b) for i in x.stored() if i < rank - 2})
     order = [*batch, rank - 2, rank - 1]
     left, right = (e.align(x, order) for x in (a, b))
     return e.laid(e.emit("matmul", [left, right]), node.type.shape, order)
+
+
+def _sum_of_products(e: Emitter, node: Node, a: Lazy, b: Lazy, terms: int) -> Lazy:
+    rank = node.type.rank
+    total: Lazy | None = None
+    for k in range(terms):
+        column, row = _entry(e, a, rank - 1, k), _entry(e, b, rank - 2, k)
+        product = _binary(e, node.replace(op="mul"), [column, row])
+        total = product if total is None else _binary(e, node.replace(op="add"), [total, product])
+    assert total is not None
+    return total
+
+
+def _entry(e: Emitter, x: Lazy, axis: int, place: int) -> Lazy:
+    """One entry of an axis, which stays as 1."""
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    stored = x.axes[axis]
+    if stored is None or e.size(x, axis) != x.shape[axis]:
+        return Lazy(x.name, shape, x.axes)
+    return Lazy(e.emit("slice", [x.name], axis=stored, start=place, stop=place + 1, step=1), shape, x.axes)
 
 
 def _as_traced(e: Emitter, node: Node, inputs: list[Lazy]) -> Lazy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llmc.artifacts.schema import PassReport
 from llmc.builder.ir import Graph, Node
-from llmc.builder.passes.merge_linears import gated_product
+from llmc.builder.passes.merge_linears import gated_product, of_whole_rows
 from llmc.builder.passes.rewrite import Edit, View, report_places, size_of
 from llmc.plugins.linear import ACTIVATIONS
 
@@ -19,7 +19,9 @@ def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
     A gated product that others like it fused, but that could not be, stops the build.
     """
     view, edit = View(graph), Edit(graph)
-    matched, missed = [], []
+    matched: list[str] = []
+    missed: list[str] = []
+    others: list[str] = []  # a gate that no epilogue computes
     for node in graph:
         product = gated_product(view, node)
         if product:
@@ -28,14 +30,14 @@ def fuse_activation(graph: Graph) -> tuple[Graph, PassReport]:
                 edit.swap(node, _with_epilogue(view, edit, node, linear, f"{product[2].op}_gate"))
                 matched.append(node.path)
             else:
-                missed.append(node.path)
+                (others if of_whole_rows(view, product[0]) else missed).append(node.path)
         elif node.op in ACTIVATIONS:
             source = view.producer(node.inputs[0], "linear")
             if source and view.only_user(source.out) and _open(source):
                 edit.swap(node, _with_epilogue(view, edit, node, source, node.op))
                 matched.append(node.path)
     after = edit.finish()
-    return after, report_places("fuse_activation", graph, after, matched, missed)
+    return after, report_places("fuse_activation", graph, after, matched, missed, others)
 
 
 def _open(linear: Node) -> bool:

@@ -31,7 +31,7 @@ def fuse_experts(graph: Graph) -> tuple[Graph, PassReport]:
         if node.op != "grouped_linear" or view.types[node.inputs[0]].rank != 3:
             continue
         last = view.producers[node.inputs[0]]
-        if last.op not in ELEMENTWISE:
+        if last.op not in ELEMENTWISE or not _from_experts(view, last):
             continue
         fused = _fused(view, edit, last)
         if fused:
@@ -99,6 +99,13 @@ def _fused(view: View, edit: Edit, last: Node) -> Node | None:
         types.append(name.type)
     attrs = vars(first.attrs) | {"gated": len(cuts) == 2, "expr": expr}
     return edit.make("grouped_linear", inputs, types, attrs, like=first, outputs=last.outputs)
+
+
+def _from_experts(view: View, last: Node) -> bool:
+    """Whether a formula reads what experts computed: one that makes the first rows of experts is none of theirs."""
+    found = _Formula(view)
+    found.text(last.out)
+    return any(view.producers[value].op == "grouped_linear" for value, _ in found.parts)
 
 
 def _alike(first: Node, other: Node) -> bool:

@@ -108,6 +108,35 @@ class Emitter:
             node = self._producers[node.inputs[0]]
         return node.out if node.type.shape == shape else self.emit("reshape", [node.out], stem, shape=shape)
 
+    def adjoining(self, names: Sequence[str], axis: int) -> list[str]:
+        """Values to be joined, where neighbours that are neighbouring slices of one value are one slice."""
+        runs: list[tuple[str, int, int]] = []
+        for name in names:
+            source, start, stop = self._range(name, axis)
+            if runs and runs[-1][0] == source and runs[-1][2] == start:
+                runs[-1] = (source, runs[-1][1], stop)
+            else:
+                runs.append((source, start, stop))
+        if len(runs) == len(names):
+            return list(names)
+        return [
+            source if (start, stop) == (0, self.types[source].shape[axis])
+            else self.emit("slice", [source], axis=axis, start=start, stop=stop, step=1)
+            for source, start, stop in runs
+        ]  # fmt: skip
+
+    def _range(self, name: str, axis: int) -> tuple[str, int, int]:
+        """The value that a value is entries start:stop of, through slices of slices; itself where it is no slice."""
+        size = self.types[name].shape[axis]
+        assert isinstance(size, int)
+        start = 0
+        while (node := self._producers[name]).op == "slice" and node.attrs.axis % node.type.rank == axis:
+            if node.attrs.step != 1 and size != 1:
+                break
+            start = node.attrs.start + start * node.attrs.step
+            name = node.inputs[0]
+        return name, start, start + size
+
     # -- lazy values
 
     def size(self, x: Lazy, i: int) -> Dim:
@@ -136,6 +165,15 @@ class Emitter:
     def exact(self, x: Lazy) -> str:
         """A value of exactly the traced shape."""
         return self.align(x, range(len(x.shape)))
+
+    def without(self, x: Lazy, i: int) -> Lazy:
+        """The value where traced axis i, of size 1, is stored nowhere."""
+        axis = x.axes[i]
+        assert axis is not None
+        shape = self.types[x.name].shape
+        name = self.reshape(x.name, (*shape[:axis], *shape[axis + 1 :]), f"{x.name}.view")
+        axes = (None if a is None or a == axis else a - (a > axis) for a in x.axes)
+        return Lazy(name, x.shape, tuple(axes))
 
     def whole(self, name: str) -> Lazy:
         """The lazy value that is an emitted value as it stands."""

@@ -52,13 +52,14 @@ def _behind(view: View, value: str) -> Node | None:
 def merge_gate_up(graph: Graph) -> tuple[Graph, PassReport]:
     """Joins gate and up of each gated product, gate first."""
     view = View(graph)
-    places = []
+    places, others = [], []
     for node in graph:
         found = gated_product(view, node)
         if found:
             gate, up, _ = found
             places.append((node.path, [_linear(view, gate), _linear(view, up)]))
-    return _merge("merge_gate_up", view, [p for p in places if any(p[1])])
+            others += [node.path] if of_whole_rows(view, gate) else []
+    return _merge("merge_gate_up", view, [p for p in places if any(p[1]) and p[0] not in others], others)
 
 
 def gated_product(view: View, node: Node) -> tuple[str, str, Node] | None:
@@ -72,6 +73,16 @@ def gated_product(view: View, node: Node) -> tuple[str, str, Node] | None:
     return None
 
 
+def of_whole_rows(view: View, value: str) -> bool:
+    """Whether something about its whole row is in each number of a value, as where a layer keeps only the largest of
+    each row: no epilogue computes that, also where layers with the same tensors do without.
+    """
+    node = view.producers[value]
+    if node.op == "reduce":
+        return True
+    return node.op in ELEMENTWISE and any(of_whole_rows(view, name) for name in node.inputs)
+
+
 def _linear(view: View, value: str) -> Node | None:
     """The linear that makes the value, for one reader or for those of queries and keys, which follow row strides."""
     node = view.producer(value, "linear")
@@ -81,7 +92,9 @@ def _linear(view: View, value: str) -> Node | None:
     return node if alone else None
 
 
-def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | None]]]) -> tuple[Graph, PassReport]:
+def _merge(
+    name: str, view: View, places: Sequence[tuple[str, Sequence[Node | None]]], others: Sequence[str] = ()
+) -> tuple[Graph, PassReport]:
     edit = Edit(view.graph)
     matched, missed = [], []
     for path, found in places:
@@ -94,7 +107,7 @@ def _merge(name: str, view: View, places: Sequence[tuple[str, Sequence[Node | No
         else:
             missed.append(path)
     after = edit.finish()
-    return after, report_places(name, view.graph, after, matched, missed)
+    return after, report_places(name, view.graph, after, matched, missed, others)
 
 
 def _alike(view: View, linears: Sequence[Node]) -> bool:

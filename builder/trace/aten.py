@@ -162,6 +162,28 @@ def _reduce(e: Emitter, self: Value, dim: Any = None, keepdim: bool = False, **o
     return x
 
 
+@aten("std", "var")
+def _spread(e: Emitter, self: Value, dim: Any = None, unbiased: bool = True, correction: Any = None,
+            keepdim: bool = False) -> Value:  # fmt: skip
+    """The sum of squared distances to the mean, over the count less 1 (or what is asked for); and its root."""
+    assert e.at is not None
+    x = e.value(self)
+    rank = e.types[x].rank
+    axes = [dim] if isinstance(dim, int) else list(dim or [])
+    size = e.types[x].shape[axes[0]] if len(axes) == 1 else None
+    if not isinstance(size, int):
+        raise e.unsupported("it has no translation but over one axis of fixed size")
+    less = correction if correction is not None else int(unbiased)
+    if not isinstance(less, int | float) or less >= size:
+        raise e.unsupported(f"a correction of {less} for {size} numbers has no translation")
+    axis = axes[0] % rank - rank
+    mean = e.emit("reduce", [x], kind="mean", axis=axis, keepdim=True)
+    squares = e.emit("square", [e.emit("sub", [x, mean])])
+    total = e.emit("reduce", [squares], kind="sum", axis=axis, keepdim=keepdim)
+    variance = e.emit("div", [total, e.scalar(float(size - less), "f32")])
+    return e.emit("sqrt", [variance]) if str(e.at.target).split(".")[1] == "std" else variance
+
+
 @aten("softmax", "_softmax")
 def _softmax(e: Emitter, self: Value, dim: int, **options: Any) -> Value:
     x = e.value(self)
@@ -236,8 +258,25 @@ def product(e: Emitter, x: Name, matrix: Name, bias: Name | None) -> Name:
     turned = e.transposed(matrix)
     if turned is not None:
         return linear(e, x, turned, bias)
+    if matrix in e.recipes and bias is None and e.types[x].shape == (*lead, "T", e.types[matrix].shape[-2]):
+        return _by_expert(e, x, matrix)
     out = e.emit("matmul", [x, matrix])
     return out if bias is None else e.emit("add", [out, bias])
+
+
+def _by_expert(e: Emitter, x: Name, stack: Name) -> Name:
+    """x [E,T,K] times a stack of weights [E,K,N]: every token's rows, each times the matrix of its own expert. The path
+    is that of the parameter, as of experts that are chosen.
+    """
+    experts = e.types[stack].shape[0]
+    assert isinstance(experts, int)
+    numbers = reshape(e, e.const("i32", range(experts)), (1, experts))
+    index = e.emit("broadcast", [numbers], f"{stack}.all", shape=("T", experts))
+    rows = e.emit("transpose", [x], f"{x}.rows", perm=(1, 0, 2))
+    turned = e.emit("transpose", [stack], f"{stack}.turned", perm=(0, 2, 1))
+    out = e.emit("grouped_linear", [rows, index, turned])
+    e.nodes[-1] = e.nodes[-1].replace(path=str(stack))
+    return e.emit("transpose", [out], perm=(1, 0, 2))
 
 
 def linear(e: Emitter, x: Name, weight: Name, bias: Name | None) -> Name:

@@ -9,7 +9,7 @@ computed by PyTorch itself while tracing, so that frequencies, scales and slopes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from llmc.artifacts.types import NUMPY_DTYPES, Dim, TensorType
 from llmc.builder.ir import Node
 from llmc.builder.naming import shape_of
 from llmc.builder.operators import ALL
+from llmc.builder.primitives.shapes import count
 from llmc.builder.trace.export import Exported
 from llmc.builder.trace.places import module_path, source_line
 from llmc.builder.weights.recipe import Load
@@ -153,6 +154,11 @@ class Emitter:
         """A constant of shape []."""
         return self._const(TensorType(dtype, ()), (number,))
 
+    def const(self, dtype: str, numbers: Iterable[float]) -> Name:
+        """A constant of shape [n]."""
+        values = tuple(numbers)
+        return self._const(TensorType(dtype, (len(values),)), values)
+
     def _const(self, kind: TensorType, values: tuple[float, ...]) -> Name:
         exact = tuple(_shortest(v) for v in np.array(values, NUMPY_DTYPES[kind.dtype]))
         key = (kind, exact)
@@ -201,9 +207,35 @@ class Emitter:
 
     def shape(self, tensor: Any) -> tuple[Dim, ...]:
         """A traced tensor's shape with T and S. An axis of 4 T, heads merged with tokens, counts as the two that it was
-        made of, T and 4. Raises UnsupportedError for other arithmetic.
+        made of, T and 4 (4 and T where `regrouped` finds that order). Raises UnsupportedError for other arithmetic.
         """
         return tuple(dim for d in tensor.shape for dim in self.dims(d))
+
+    def regrouped(self, before: Sequence[Dim], tensor: Any) -> tuple[Dim, ...]:
+        """The shape of a traced tensor that is another view of a value of shape `before`: where that has heads before
+        tokens, an axis of both keeps them in this order.
+        """
+        after: list[Dim] = []
+        for dim in tensor.shape:
+            dims = self.dims(dim)
+            turned = dims[::-1]
+            places = (i for i in range(len(before)) if tuple(before[i : i + 2]) == turned)
+            found = len(dims) > 1 and any(count(before[:i]) == count(after) for i in places)
+            after += turned if found else dims
+        return tuple(after)
+
+    def fits(self, kind: TensorType, node: torch.fx.Node) -> bool:
+        """Whether a value of this type is what the tracer found for a node: an axis of heads and tokens may have either
+        first.
+        """
+        tensor = node.meta["val"]
+        place = 0
+        for dim in tensor.shape:
+            dims = self.dims(dim)
+            if kind.shape[place : place + len(dims)] not in (dims, dims[::-1]):
+                return False
+            place += len(dims)
+        return place == kind.rank and kind.dtype == self.dtype(tensor.dtype)
 
     def dims(self, dim: Any) -> tuple[Dim, ...]:
         """What one traced dimension counts as."""

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.functions import Min
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -115,9 +116,22 @@ class _ConstantsStayReal(TorchFunctionMode):
         return torch.tensor(item).to(device) if plain else item
 
 
+class _StridesArePlain(TorchFunctionMode):
+    """Copies a value whose strides are minima of products of T before it is reshaped: merging axes gives such strides,
+    and torch.export would bound T by them. `reshape` may copy, and a copy means nothing to the graph.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.reshape, torch.reshape):
+            strides = (s.node.expr for s in args[0].stride() if isinstance(s, torch.SymInt))
+            if any(expr.has(Min) for expr in strides):
+                args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 class _Ragged(torch.nn.Module):
     """The model as a function of ids, positions and the rows whose logits are wanted. `positioned`: the model is told
-    positions; one that is not may count its tokens, or only carry states.
+    positions; one that is not may count its tokens, or only carry states. Some are told and count as well.
     """
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -127,11 +141,12 @@ class _Ragged(torch.nn.Module):
         self._options = options
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        with _ConstantsStayReal():
-            if self.positioned:
-                return self.model(input_ids=ids, logits_to_keep=rows, position_ids=positions, **self._options).logits
-            with _CountsAreTold(ids, positions):
-                return self.model(input_ids=ids, logits_to_keep=rows, **self._options).logits
+        with _ConstantsStayReal(), _StridesArePlain():
+            told = {"position_ids": positions} if self.positioned else {}
+            # Where a model writes its attention out, its mask is recognised by what it makes of counts.
+            counts = self.positioned and self.model.config._attn_implementation != IMPLEMENTATION
+            with contextlib.nullcontext() if counts else _CountsAreTold(ids, positions):
+                return self.model(input_ids=ids, logits_to_keep=rows, **told, **self._options).logits
 
 
 def export(

@@ -27,7 +27,8 @@ def reshape(e: Emitter, x: Name, shape: tuple[Dim, ...], stem: str | None = None
 @aten("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
 def _view(e: Emitter, self: Value, **options: Any) -> Value:
     assert e.at is not None
-    return reshape(e, e.value(self), e.kind(e.at).shape)
+    x = e.value(self)
+    return reshape(e, x, e.regrouped(e.types[x].shape, e.at.meta["val"]))
 
 
 @aten("expand", "expand_as", "broadcast_to")
@@ -41,10 +42,15 @@ def _expand(e: Emitter, self: Value, **options: Any) -> Value:
 def _repeat(e: Emitter, self: Value, repeats: Sequence[Any]) -> Value:
     x = e.value(self)
     x = reshape(e, x, (1,) * (len(repeats) - e.types[x].rank) + e.types[x].shape)
-    for axis, times in enumerate(repeats):
-        if not isinstance(times, int) or (times != 1 and isinstance(e.types[x].shape[axis], str)):
-            raise e.unsupported("it repeats the tokens")
-        x = x if times == 1 else e.emit("concat", [x] * times, axis=axis)
+    for axis, times in reversed(list(enumerate(repeats))):
+        shape = e.types[x].shape
+        if not isinstance(times, int):
+            raise e.unsupported("it repeats something as often as there are tokens")
+        if times != 1 and isinstance(shape[axis], str):  # all tokens, then all of them again: an axis before them
+            apart = reshape(e, x, (*shape[:axis], 1, *shape[axis:]))
+            x = e.emit("broadcast", [apart], shape=(*shape[:axis], times, *shape[axis:]))
+        elif times != 1:
+            x = e.emit("concat", [x] * times, axis=axis)
     return x
 
 
@@ -83,7 +89,7 @@ def _permute(e: Emitter, self: Value, dims: Sequence[int] | None = None, dim0: i
     return turned or (x if perm == sorted(perm) else e.emit("transpose", [x], perm=tuple(perm)))
 
 
-@aten("cat", "concat")
+@aten("cat", "concat", "concatenate")
 def _cat(e: Emitter, tensors: Sequence[Value], dim: int = 0) -> Value:
     values = [e.value(t) for t in tensors if not _is_empty(t)]
     return values[0] if len(values) == 1 else e.emit("concat", values, axis=dim)
@@ -119,14 +125,14 @@ def _slice(e: Emitter, self: Value, dim: int = 0, start: Any = None, end: Any = 
 
 
 def cut(e: Emitter, x: Name, axis: int, start: int, stop: int, step: int = 1) -> Name:
-    """Entries start:stop:step of an axis: the value itself where that is all of them, a part of a concat where it is
-    exactly that.
+    """Entries start:stop:step of an axis: the value itself where that is all of them, of a concat the part in which
+    they lie.
     """
     if (start, stop, step) == (0, e.types[x].shape[axis], 1):
         return x
     for part, first in e.parts(x, axis):
-        if (start, stop, step) == (first, first + _number(e.types[part].shape[axis]), 1):
-            return part
+        if first <= start and stop <= first + _number(e.types[part].shape[axis]):
+            return cut(e, part, axis, start - first, stop - first, step)
     return e.emit("slice", [x], axis=axis, start=start, stop=stop, step=step)
 
 
@@ -151,15 +157,41 @@ def _copy(e: Emitter, self: Value, src: Value, non_blocking: bool = False) -> Va
 @aten("slice_scatter")
 def _slice_scatter(e: Emitter, self: Value, src: Value, dim: int = 0, start: Any = None, end: Any = None,
                    step: int = 1) -> Value:  # fmt: skip
-    """`self` with entries start:end of an axis replaced: what is before, `src`, what is behind."""
+    """`self` with entries start:end:step of an axis replaced: what `src` has, and between it what was there."""
     x = e.value(self)
     axis, size = dim % e.types[x].rank, e.types[x].shape[dim]
-    if isinstance(size, str) or step != 1:
-        raise e.unsupported("it writes to single tokens" if isinstance(size, str) else f"its step is {step}")
-    low, high, _ = slice(start, end).indices(size)
-    parts = [cut(e, x, axis, 0, low)] if low else []
-    parts.append(e.value(src))
-    parts += [cut(e, x, axis, high, size)] if high < size else []
+    if isinstance(size, str):
+        raise e.unsupported("it writes to single tokens")
+    return _overwritten(e, x, e.value(src), axis, range(size)[slice(start, end, step)])
+
+
+@aten("select_scatter")
+def _select_scatter(e: Emitter, self: Value, src: Value, dim: int, index: Any) -> Value:
+    """`self` with one entry of an axis replaced."""
+    x = e.value(self)
+    shape = e.types[x].shape
+    axis, size = dim % len(shape), shape[dim]
+    if isinstance(size, str) or not isinstance(index, int):
+        raise e.unsupported("it writes to single tokens")
+    entry = reshape(e, e.value(src), (*shape[:axis], 1, *shape[axis + 1 :]))
+    return _overwritten(e, x, entry, axis, range(size)[index % size : index % size + 1])
+
+
+def _overwritten(e: Emitter, x: Name, src: Name, axis: int, places: range) -> Name:
+    """The value where entry places[i] of an axis is entry i of `src`: a join of what lies together in either."""
+    if not places:
+        return x
+    if places.step == 1:
+        runs, behind = [src], places.stop
+    else:
+        runs, behind = [], places[0]
+        for index, place in enumerate(places):
+            runs += [cut(e, x, axis, behind, place)] if behind < place else []
+            runs.append(cut(e, src, axis, index, index + 1))
+            behind = place + 1
+    size = _number(e.types[x].shape[axis])
+    parts = [cut(e, x, axis, 0, places[0])] if places[0] else []
+    parts += [*runs, *([cut(e, x, axis, behind, size)] if behind < size else [])]
     return parts[0] if len(parts) == 1 else e.emit("concat", parts, axis=axis)
 
 

@@ -225,9 +225,9 @@ def _compute(node: torch.fx.Node, arguments: dict[str, Any]) -> Any:
 def _checked(emitter: Emitter, node: torch.fx.Node, value: Value | tuple[Value, ...]) -> Value | tuple[Value, ...]:
     """The value, where its type is what the tracer found; a translation that gives another type is a defect."""
     if isinstance(value, Name):
-        found, wanted = emitter.types[value], emitter.kind(node)
-        if found != wanted:
-            raise emitter.unsupported(f"its translation gives {found} instead of {wanted}")
+        found = emitter.types[value]
+        if not emitter.fits(found, node):
+            raise emitter.unsupported(f"its translation gives {found} instead of {emitter.kind(node)}")
     return value
 
 

@@ -69,5 +69,7 @@ def test_configs_are_shrunk_by_the_meaning_of_their_fields() -> None:
     assert latent.qk_head_dim == latent.qk_nope_head_dim + latent.qk_rope_head_dim
     assert latent.first_k_dense_replace < latent.num_hidden_layers
     assert latent.num_experts_per_tok < latent.n_routed_experts
+    shared = tiny_config("zamba2")  # its attention reads hidden states and the embeddings beside them
+    assert shared.attention_hidden_size == 2 * shared.hidden_size
     with pytest.raises(UsageError, match="'gamma' is none"):
         tiny_config("gamma")

@@ -21,8 +21,9 @@ from tests.unit.builder.weights_of import model_tensors, params_of
 
 torch.set_num_threads(1)
 
-#: softmax before and after the choice, sigmoid with correction bias and groups, sparse mixer, shared experts.
-FAMILIES = ("mixtral", "granitemoe", "glm4_moe", "phimoe", "qwen2_moe", "ernie4_5_moe")
+#: softmax before and after the choice, sigmoid with correction bias and groups, sparse mixer, shared experts, and rows
+#: that are weighted before their experts.
+FAMILIES = ("mixtral", "granitemoe", "glm4_moe", "phimoe", "qwen2_moe", "ernie4_5_moe", "llama4_text")
 #: Its experts are a loop in Python, and its tiny model has one KV head, which two ranks cannot divide.
 LOOPING = "dbrx"
 FIRST = [[5 + i * 37 % 290 for i in range(13)], [9], [7 + i * 31 % 280 for i in range(11)]]

@@ -42,6 +42,30 @@ GATED = """
   %m: f32[T,4] = mul(%s, %u) @layers.0.mlp
   return %m"""
 
+#: Two layers of the same tensors, of which the second keeps what of a gate is above its row's mean.
+SPARSE = """
+  %x: f32[T,8] = input() {name='x'}
+  %wg0: f32[4,8] = param() {recipe="load('layers.0.mlp.gate.weight')"} @layers.0.mlp.gate
+  %wu0: f32[4,8] = param() {recipe="load('layers.0.mlp.up.weight')"} @layers.0.mlp.up
+  %wd0: f32[8,4] = param() {recipe="load('layers.0.mlp.down.weight')"} @layers.0.mlp.down
+  %wg1: f32[4,8] = param() {recipe="load('layers.1.mlp.gate.weight')"} @layers.1.mlp.gate
+  %wu1: f32[4,8] = param() {recipe="load('layers.1.mlp.up.weight')"} @layers.1.mlp.up
+  %g0: f32[T,4] = linear(%x, %wg0) {bias=False} @layers.0.mlp.gate
+  %u0: f32[T,4] = linear(%x, %wu0) {bias=False} @layers.0.mlp.up
+  %s0: f32[T,4] = silu(%g0) @layers.0.mlp
+  %m0: f32[T,4] = mul(%s0, %u0) @layers.0.mlp
+  %y: f32[T,8] = linear(%m0, %wd0) {bias=False} @layers.0.mlp.down
+  %g1: f32[T,4] = linear(%y, %wg1) {bias=False} @layers.1.mlp.gate
+  %mean: f32[T,1] = reduce(%g1) {kind='mean', axis=-1, keepdim=True} @layers.1.mlp
+  %far: f32[T,4] = sub(%g1, %mean) @layers.1.mlp
+  %kept: f32[T,4] = relu(%far) @layers.1.mlp
+  %u1: f32[T,4] = linear(%y, %wu1) {bias=False} @layers.1.mlp.up
+  %s1: f32[T,4] = silu(%kept) @layers.1.mlp
+  %m1: f32[T,4] = mul(%s1, %u1) @layers.1.mlp
+  %wd1: f32[8,4] = param() {recipe="load('layers.1.mlp.down.weight')"} @layers.1.mlp.down
+  %z: f32[T,8] = linear(%m1, %wd1) {bias=False} @layers.1.mlp.down
+  return %z"""
+
 #: Each head's first half is turned against the other head: pairs along the axis of heads.
 ACROSS = """
   %q: f32[T,16] = input() {name='q'}
@@ -119,6 +143,11 @@ def test_one_linear_for_keys_and_values_is_joined_once() -> None:
 def test_a_gated_product_of_every_other_column_is_none_of_halves() -> None:
     _, (merged, report) = verified(graph_of(GATED), "merge_gate_up", "fuse_activation")
     assert (merged.matched, report.matched) == (0, 0)
+
+
+def test_a_gate_that_its_whole_row_decides_is_none_that_was_missed() -> None:
+    _, reports = verified(graph_of(SPARSE), "merge_gate_up", "fuse_activation")
+    assert [(report.matched, report.expected) for report in reports] == [(1, 1), (1, 1)]
 
 
 def test_a_rotation_across_heads_is_no_rotation_of_heads() -> None:

@@ -29,6 +29,7 @@ SABOTAGE = {
     "merge_gate_up": ("linear", "mlp.up_proj", 0),
     "fuse_activation": ("mul", "mlp", 0),
     "fuse_experts": ("grouped_linear", "experts.down", 0),
+    "choose_experts": ("grouped_linear", "experts.down", 0),
     "absorb_latent": ("attention", "attn", 1),
     "fuse_latent_cache": ("latent_cache", "attn", 2),
     "merge_latent": ("linear", "attn.kv_a", 0),

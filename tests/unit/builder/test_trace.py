@@ -165,6 +165,29 @@ def _mlp(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
 
 F = torch.nn.functional
 
+
+def _twice_and_again(x: torch.Tensor) -> torch.Tensor:
+    """All tokens, then all of them again with other factors: copies stand before tokens in one axis."""
+    rows = x[0].repeat(3, 1) * torch.stack([x[0, :, 0], x[0, :, 1], x[0, :, 2]]).reshape(-1, 1)
+    return (rows.relu().view(3, -1, 100) * rows.reshape(3, -1, 100)).sum(0)[None]
+
+
+def _written_over(x: torch.Tensor) -> torch.Tensor:
+    """Entries and every third or fifth column of a copy replaced, the second time also what was new the first time."""
+    rows = x.unflatten(-1, (4, 25)).clone()
+    rows[:, :, 2] = -x[..., :25]
+    rows[..., 1:20:3] = rows[:, :, 2:3, 1:20:3] * 2.0
+    rows[..., 2::5] = x[..., None, :5]
+    return rows.flatten(2)
+
+
+def _mixed(states: torch.Tensor) -> torch.Tensor:
+    """Four states [4,1,T,25] mixed by numbers of each token, the first of them normed: an axis that is stored last."""
+    mixed = (states.permute(1, 2, 3, 0) @ states[0, ..., :16].unflatten(-1, (4, 4))).permute(3, 0, 1, 2) + states
+    first = mixed[0] * torch.rsqrt(mixed[0].square().mean(-1, keepdim=True) + 1e-5)
+    return torch.cat([first, *mixed[1:3], mixed.mean(0) / (1 + mixed.mean(0).square().mean(-1, keepdim=True))], -1)
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in place": lambda x: x.clone().mul_(2.0).add_(1.0),
     "scaled sums": lambda x: torch.add(x, x.tanh(), alpha=0.5) - torch.rsub(x.abs(), 2.0) / 3,
@@ -179,14 +202,21 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rms norm": lambda x: F.rms_norm(x, (100,), eps=1e-5),
     "layer norm without weights": lambda x: F.layer_norm(x, (100,)),
     "reductions": lambda x: x - x.mean(-1, keepdim=True) + x.amax(-1, keepdim=True) * x.sum(-1)[..., None],
+    "spreads": lambda x: x / x.std(-1, unbiased=False, keepdim=True) + x.var(-1)[..., None] + x.std(-1, keepdim=True),
+    "corrected spread": lambda x: x - x.unflatten(-1, (4, 25)).var(2, correction=2).repeat(1, 1, 4),
     "strided slices": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2),
     "pieces": lambda x: torch.cat([x.chunk(4, -1)[2], *x.split([30, 20, 50], -1)[:2], x.split(25, -1)[1]], -1),
+    "halves exchanged": lambda x: torch.concatenate([x[..., 50:], x[..., :50]], -1),
     "unbound": lambda x: sum(x.unflatten(-1, (4, 25)).unbind(2)).repeat(1, 1, 4),
+    "written over": _written_over,
+    "all tokens again": _twice_and_again,
     "repeated": lambda x: x[..., :50].repeat_interleave(2, dim=-1),
     "transposed": lambda x: (x.unflatten(-1, (4, 25)).permute(2, 0, 3, 1) * 2.0).permute(1, 3, 0, 2).flatten(2),
     "mixed axes": lambda x: x.unflatten(-1, (4, 25)).transpose(2, 3).reshape(1, x.shape[1], 100),
     "expanded": lambda x: x[..., :10, None].expand(-1, -1, -1, 10).reshape(1, -1, 100) + x[..., :1].expand_as(x),
     "outer product": lambda x: (x[..., :10, None] @ x[..., None, 10:20]).flatten(2),
+    "few terms": lambda x: (x.unflatten(-1, (25, 4)) @ x[..., :16].unflatten(-1, (4, 4))).flatten(2),
+    "few terms, first": lambda x: _mixed(torch.stack(x.split(25, -1))),
     "matrix product": lambda x: (x.unflatten(-1, (10, 10)) @ x.unflatten(-1, (10, 10)).transpose(2, 3)).flatten(2),
     "constants of its own": lambda x: x * torch.arange(100, device=x.device).float().exp2().log1p() * torch.tensor(0.1),
 }
@@ -278,9 +308,28 @@ def test_a_model_that_counts_its_tokens_is_told_their_positions() -> None:
     assert any("positions" in node.inputs for node in graph)
 
 
+def test_a_model_that_is_told_positions_and_counts_is_told_those_of_a_step() -> None:
+    """Llama 4 scales the queries of layers without rotation by how many tokens stand before them."""
+    graph = canonicalize(trace_model(any_config("llama4_text")).graph)[0]
+    kinds = {node.out: node for node in graph}
+    (counts,) = (node for node in graph if node.op == "floor")
+    while counts.op != "input":
+        counts = kinds[counts.inputs[0]]
+    assert counts.attrs.name == "positions"
+
+
 def test_an_empty_rest_of_a_rotated_head_joins_as_nothing() -> None:
     config = tiny_config(
         "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     )
     graph = trace_model(config).graph
     assert all(dim != 0 for node in graph for kind in node.types for dim in kind.shape)
+
+
+def test_positions_on_several_axes_that_are_the_same_make_one_table() -> None:
+    """Frequencies for images take every third from a table of another axis; of text all tables are the same."""
+    traced = trace_model(any_config("qwen3_5_text", head_dim=128)).graph
+    assert [node for node in traced if node.op == "slice" and node.path == "model.rotary_emb"]
+    rotary = [node.op for node in canonicalize(traced)[0] if node.path == "model.rotary_emb"]
+    assert "slice" not in rotary
+    assert (rotary.count("cos"), rotary.count("sin"), rotary.count("concat")) == (1, 1, 2)
