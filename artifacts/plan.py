@@ -26,6 +26,7 @@ import msgspec
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.artifacts.files import disk_errors, temporary_beside
+from llmc.artifacts.machine import usable_cpus
 from llmc.artifacts.schema import FORMAT_VERSION, Manifest, Section
 
 PAGE = 4096
@@ -34,7 +35,7 @@ _PADDING_ID = 0xD935  # the extra-field id that zip alignment tools use
 _LOCAL_HEADER = 30
 _ZIP64_EXTRA = 20
 _DOS_EPOCH = (1980, 1, 1, 0, 0, 0)
-_HASH_THREADS = 4
+_PIECE = 16 << 20
 
 
 class SectionSink:
@@ -42,7 +43,8 @@ class SectionSink:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
+        self._digest, self._piece = hashlib.sha256(), hashlib.sha256()
+        self._pieces: list[str] = []
         self.size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -50,7 +52,14 @@ class SectionSink:
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._digest.update(view)
-        self.size += len(view)
+        while view:
+            part = view[: _PIECE - self.size % _PIECE]
+            self._piece.update(part)
+            self.size += len(part)
+            if self.size % _PIECE == 0:
+                self._pieces.append(self._piece.hexdigest())
+                self._piece = hashlib.sha256()
+            view = view[len(part) :]
 
     def align(self, boundary: int) -> int:
         """Pads with zeros to a multiple of `boundary`; returns the offset in the section."""
@@ -60,6 +69,12 @@ class SectionSink:
     def hexdigest(self) -> str:
         """SHA-256 of what was written so far."""
         return self._digest.hexdigest()
+
+    def pieces(self) -> tuple[str, ...]:
+        """As in `Section`."""
+        if self.size <= _PIECE:
+            return ()
+        return (*self._pieces, *([self._piece.hexdigest()] if self.size % _PIECE else []))
 
 
 class PlanWriter:
@@ -97,7 +112,7 @@ class PlanWriter:
         """Adds a member; raises EnvironmentFault when the disk is full."""
         with self._member(name) as (offset, sink):
             yield sink
-        self._sections.append(Section(name, offset, sink.size, sink.hexdigest()))
+        self._sections.append(Section(name, offset, sink.size, sink.hexdigest(), sink.pieces()))
 
     def add(self, name: str, data: bytes) -> None:
         """Adds a member of known bytes."""
@@ -209,9 +224,25 @@ class Plan:
     def altered_sections(self, but: tuple[str, ...] = ()) -> list[str]:
         """Names of the sections whose bytes do not match the manifest, without those that begin with one of `but`."""
         sections = [section for section in self.manifest.sections if not section.name.startswith(but)]
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets others run
-            digests = pool.map(lambda s: hashlib.sha256(self.section(s.name)).hexdigest(), sections)
-            return [s.name for s, digest in zip(sections, digests, strict=True) if digest != s.sha256]
+        parts = [part for section in sections for part in self._parts(section)]
+        parts.sort(key=lambda part: -len(part[1]))  # the last to end should be short
+        with ThreadPoolExecutor(usable_cpus()) as pool:  # hashlib lets others run
+            digests = pool.map(lambda part: hashlib.sha256(part[1]).hexdigest(), parts)
+            bad = {name for (name, _, wanted), digest in zip(parts, digests, strict=True) if digest != wanted}
+        return [section.name for section in sections if section.name in bad]
+
+    def _parts(self, section: Section) -> list[tuple[str, memoryview, str]]:
+        """Name, bytes and SHA-256 of what is compared of a section."""
+        data = self.section(section.name)
+        if not section.pieces:
+            return [(section.name, data, section.sha256)]
+        cut = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
+        if len(cut) != len(section.pieces):
+            raise PlanError(
+                f"{self.path}: section {section.name!r} has {len(section.pieces)} pieces in the manifest, and its "
+                f"{len(data)} bytes are {len(cut)}: rebuild the plan"
+            )
+        return [(section.name, part, digest) for part, digest in zip(cut, section.pieces, strict=True)]
 
     def _check_layout(self) -> None:
         for section in self.manifest.sections:

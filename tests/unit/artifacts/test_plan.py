@@ -1,6 +1,7 @@
 """The plan file: alignment, reproducible bytes, and every kind of damage refused with one clear error."""
 
 import errno
+import hashlib
 import io
 import os
 import zipfile
@@ -89,6 +90,37 @@ def test_one_flipped_byte_names_the_section(path: Path, name: str) -> None:
     data[entry.offset + entry.size // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(PlanError, match=name):
+        Plan.open(path)
+
+
+@pytest.mark.parametrize("size", [2 * PAGE, 2 * PAGE + 1, 5 * PAGE - 1])
+def test_large_sections_are_compared_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("llmc.artifacts.plan._PIECE", 2 * PAGE)
+    data = os.urandom(size)
+    with PlanWriter(tmp_path / "engine.plan") as writer:
+        with writer.section("weights") as sink:
+            for start in range(0, size, 777):  # across the ends of pieces
+                sink.write(data[start : start + 777])
+        writer.seal(manifest())
+        path = writer.publish()
+    entry = Plan.open(path).entry("weights")
+    assert entry.sha256 == hashlib.sha256(data).hexdigest()
+    cut = [data[start : start + 2 * PAGE] for start in range(0, size, 2 * PAGE)]
+    assert entry.pieces == (tuple(hashlib.sha256(part).hexdigest() for part in cut) if len(cut) > 1 else ())
+    whole = path.read_bytes()
+    for at in (0, size // 2, size - 1):
+        damaged = bytearray(whole)
+        damaged[entry.offset + at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(PlanError, match="section weights does not match"):
+            Plan.open(path)
+
+
+def test_pieces_that_do_not_make_up_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmc.artifacts.plan._PIECE", PAGE)
+    path = write(tmp_path / "engine.plan")
+    monkeypatch.setattr("llmc.artifacts.plan._PIECE", 2 * PAGE)
+    with pytest.raises(PlanError, match="has 4 pieces in the manifest, and its 12293 bytes are 2"):
         Plan.open(path)
 
 
