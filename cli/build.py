@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES
 from llmc.builder.options import KV_CACHE_DTYPES
 from llmc.cli.config import load_config
+from llmc.cli.target import TargetName
 
 if TYPE_CHECKING:
     from llmc.builder.build import BuildReport, MemoryPlan
@@ -66,7 +67,9 @@ _OF_STOP_AFTER = frozenset(
     "--target",
     default="cpu",
     show_default=True,
-    help="cpu[:ISA], cuda[:sm_XX], or tensorrt[:sm_XX] on such a GPU. ISA: x86-64-v3, -v4, -v4-vnni, -v4-bf16, -amx.",
+    type=TargetName(),
+    help="cpu[:ISA], cuda[:sm_XX], or tensorrt[:sm_XX] on such a GPU. ISA: x86-64-v3, -v4, -v4-vnni, -v4-bf16, -amx, "
+    "native for the fastest of this machine.",
 )
 @click.option(
     "--kv-cache-dtype",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from llmc.cli.build import PRECISIONS
+from llmc.cli.target import TargetName
 
 
 @click.command(name="tune")
@@ -17,7 +18,7 @@ from llmc.cli.build import PRECISIONS
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="As in `llmc build`.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="As in `llmc build`.")
 @click.option("--profile", default="chat", show_default=True, help="As in `llmc build`.")
-@click.option("--target", default="cpu", show_default=True, help="As in `llmc build`.")
+@click.option("--target", default="cpu", show_default=True, type=TargetName(), help="As in `llmc build`.")
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(min=1), help="Of each pair of timings.")
 @click.option("-o", "--output", default="tactics.yaml", show_default=True, type=click.Path(path_type=Path))
 def command(

@@ -9,7 +9,7 @@ for a level, or for a GPU, that the build machine lacks works; only running such
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ _FOLDER = Path(__file__).parent
 _COMMON_KEYS = ("kind", "isa", "block_sizes", "fp8_activations", "tactics")
 _CPU_KEYS = (*_COMMON_KEYS, "cxx_flags", "features")
 _CUDA_KEYS = (*_COMMON_KEYS, "driver", "gpu")
+#: Levels by speed where they were measured, the fastest first; x86-64-v4-bf16 is slower than -vnni on Intel.
+_FASTEST = ("x86-64-amx", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3")
 _DEFAULTS = {"cpu": "x86-64-v3", "cuda": "sm_90", "tensorrt": "sm_90"}
 #: E4M3 is known to GPUs from this one on (Ada).
 _FIRST_FP8 = 89
@@ -137,6 +139,23 @@ def load_cpu_target(name: str = "cpu", tactics: Path | None = None) -> CpuTarget
     if not isinstance(target, CpuTarget):
         raise UsageError(f"target {name!r} is not of kind cpu, which this needs")
     return target
+
+
+def best_level(features: Collection[str]) -> CpuTarget:
+    """The fastest level of those that a machine with these /proc/cpuinfo flags can run. Raises UsageError for none."""
+    for isa in _FASTEST:
+        target = load_cpu_target(f"cpu:{isa}")
+        if set(target.features) <= set(features):
+            return target
+    raise UsageError(f"this machine has not all of {_FASTEST[-1]}, the least that llmc compiles for")
+
+
+def faster_level(target: Target, features: Collection[str]) -> str | None:
+    """The ISA for which a plan would be faster on a machine with these flags than one for `target`; None for none."""
+    if target.on_gpu:
+        return None
+    best = best_level(features)
+    return best.isa if set(target.features) < set(best.features) else None
 
 
 def _full(name: str) -> str:

@@ -24,8 +24,9 @@ import msgspec
 import uvicorn
 
 from llmc.artifacts.errors import UsageError
-from llmc.artifacts.plan import Plan
+from llmc.artifacts.plan import Plan, machine_features
 from llmc.artifacts.verify import require_verified
+from llmc.profiles import faster_level
 from llmc.runtime.front import PROGRESS_DEADLINE
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.server.app import AppOptions, create_app
@@ -234,6 +235,8 @@ class _Run:
             core.max_num_seqs,
             core.max_num_batched_tokens,
         )
+        if isa := faster_level(self._context.plan.manifest.target, machine_features()):
+            log.info("this machine can do more than the plan asks of it: one built for cpu:%s is faster here", isa)
 
     async def _drain(self, service: Service) -> None:
         front = service.front

@@ -10,7 +10,7 @@ import pytest
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import Target
 from llmc.plugins.cpu.blocks import BLOCK_SIZES
-from llmc.profiles import gpu_names, load_cpu_target, load_gpu, load_target, target_names
+from llmc.profiles import best_level, faster_level, gpu_names, load_cpu_target, load_gpu, load_target, target_names
 
 
 def test_plain_cpu_does_not_depend_on_the_machine() -> None:
@@ -33,6 +33,26 @@ def test_a_higher_level_needs_all_of_the_lower() -> None:
     levels = ("v3", "v4", "v4-vnni", "v4-bf16", "amx")
     needs = [set(load_cpu_target(f"cpu:x86-64-{level}").features) for level in levels]
     assert all(lower < higher for lower, higher in itertools.pairwise(needs))
+
+
+def test_the_best_level_is_the_fastest_that_the_machine_has_all_of() -> None:
+    features = {
+        name: load_cpu_target(f"cpu:x86-64-{name}").features for name in ("v3", "v4", "v4-vnni", "v4-bf16", "amx")
+    }
+    best = {name: best_level([*flags, "sse"]).isa for name, flags in features.items()}
+    vnni = "x86-64-v4-vnni"
+    assert best == {"v3": "x86-64-v3", "v4": "x86-64-v4", "v4-vnni": vnni, "v4-bf16": vnni, "amx": "x86-64-amx"}
+    with pytest.raises(UsageError, match="has not all of x86-64-v3"):
+        best_level(["sse", "avx2"])
+
+
+def test_a_level_that_would_be_faster_here_is_named() -> None:
+    amx, bf16, v3 = (load_cpu_target(f"cpu:x86-64-{name}") for name in ("amx", "v4-bf16", "v3"))
+    assert faster_level(v3.fingerprint, amx.features) == "x86-64-amx"
+    assert faster_level(v3.fingerprint, v3.features) is None
+    assert faster_level(bf16.fingerprint, bf16.features) is None
+    assert faster_level(amx.fingerprint, amx.features) is None
+    assert faster_level(load_target("cuda:sm_90").fingerprint, amx.features) is None
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x86-64-v9", "cpu:native", "", "cuda:sm_70", "cuda:90"])
