@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,10 @@ class SamplingStruct(ctypes.Structure):
         ("num_banned", c_int32),
         ("banned", c_void_p),
     ]
+
+
+#: The same, to be filled at once.
+_SAMPLING = struct.Struct("@3fi3fi2QP2i3P2iP")
 
 
 class SampledStruct(ctypes.Structure):
@@ -189,7 +193,7 @@ class HostLibrary:
         dll = self._dll
         dll.llmc_sample.restype = None
         dll.llmc_sample.argtypes = [
-            c_void_p, c_int32, c_int32, POINTER(SamplingStruct), POINTER(SampledStruct),
+            c_void_p, c_int32, c_int32, c_void_p, c_void_p,
             c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
         ]  # fmt: skip
 
@@ -278,10 +282,11 @@ class Engine:
 _NONE = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SamplingRow:
     """How one row is sampled; the fields of `llmc_sampling`. `prompt`, `output`: the tokens that the penalties look at,
-    i32 arrays or array('i'); they may be left empty where no penalty is on.
+    i32 arrays or array('i'); they may be left empty where no penalty is on. A sequence keeps its row: a step changes
+    the counter, what was generated and what is banned.
     """
 
     temperature: float = 1.0
@@ -301,8 +306,7 @@ class SamplingRow:
     banned: np.ndarray = field(default_factory=lambda: _NONE)
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One row's token, -1 where the row held NaN or infinity or nothing was left to choose from. `logprob`, `rank`,
     `top` (ids and log-probabilities, best first) are filled where the row asked for logprobs.
     """
@@ -313,21 +317,25 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-#: Logits from which on rows are sampled on several threads: less takes no longer than telling them.
-_SHARED_LOGITS = 1 << 19
+#: Logits from which on rows are sampled on several threads: less takes no longer than telling them. And about how many
+#: a thread takes at a time: who begins late, or has lost its processor, holds up the others no longer than these take.
+_SHARED_LOGITS, _PIECE_LOGITS = 1 << 19, 1 << 18
 
 
 class Sampler:
     """Samples rows of logits, on up to `threads` threads; its scratch is allocated once."""
 
     def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> None:
-        self._dll, self.vocab, self.max_logprobs = dll, vocab, max_logprobs
+        self._dll, self.vocab, self.max_logprobs, self._max_rows = dll, vocab, max_logprobs, max_rows
         self._params = (SamplingStruct * max_rows)()
-        self._sampled = (SampledStruct * max_rows)()
+        self._sampled = np.zeros((max_rows, ctypes.sizeof(SampledStruct) // 4), np.int32)
         self._top_ids = np.zeros((max_rows, max(max_logprobs, 1)), np.int32)
         self._top_logprobs = np.zeros((max_rows, max(max_logprobs, 1)), np.float32)
-        self._scratch = np.zeros((threads, vocab), np.float32)
-        self._scratch_ids = np.zeros((threads, vocab), np.int32)
+        self._scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(threads)]
+        #: Where what is of a row begins, and how far apart.
+        self._places = [(ctypes.addressof(self._params), _SAMPLING.size)]
+        arrays = (self._sampled, self._top_ids, self._top_logprobs)
+        self._places += [(x.ctypes.data, x.strides[0]) for x in arrays]
         self._others: ThreadPoolExecutor | None = None
         if threads > 1:
             from concurrent.futures import ThreadPoolExecutor  # here: ranks sample nothing, and start the sooner
@@ -336,51 +344,63 @@ class Sampler:
 
     def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """logits f32[len(rows), vocab], unchanged. Raises ValueError for other shapes or too many rows."""
-        if logits.shape != (len(rows), self.vocab) or len(rows) > len(self._params):
-            raise ValueError(f"logits {logits.shape} for {len(rows)} rows; room for {len(self._params)}x{self.vocab}")
+        count = len(rows)
+        if logits.shape != (count, self.vocab) or count > self._max_rows:
+            raise ValueError(f"logits {logits.shape} for {count} rows; room for {self._max_rows}x{self.vocab}")
         if not rows:
             return []
-        for struct, row in zip(self._params, rows, strict=False):
-            self._fill(struct, row)
+        for index, row in enumerate(rows):
+            self._fill(index, row)
         address = _address(logits, np.float32, "logits")
         assert address is not None
-        shares = min(len(self._scratch), len(rows)) if logits.size >= _SHARED_LOGITS else 1
-        (first, last), *rest = pairwise(len(rows) * share // shares for share in range(shares + 1))
+        shared = self._others is not None and count > 1 and logits.size >= _SHARED_LOGITS
+        size = -(-_PIECE_LOGITS // self.vocab) if shared else count
+        starts = iter(range(0, count, size))  # each taken by one thread
         others = []
-        if self._others is not None:
-            others = [self._others.submit(self._sample, address, *part, i) for i, part in enumerate(rest, start=1)]
-        self._sample(address, first, last, 0)
+        if shared:
+            assert self._others is not None
+            threads = min(len(self._scratch), len(range(0, count, size)))
+            others = [self._others.submit(self._take, address, starts, size, count, i) for i in range(1, threads)]
+        self._take(address, starts, size, count, 0)
         for other in others:
             other.result()
-        return [self._result(i, row) for i, row in enumerate(rows)]
+        return self._results(rows)
 
-    def _sample(self, logits: int, first: int, last: int, thread: int) -> None:
-        """Rows first..last, in the scratch of one thread."""
-        self._dll.llmc_sample(
-            logits + 4 * first * self.vocab, last - first, self.vocab,
-            ctypes.byref(self._params[first]),
-            ctypes.byref(self._sampled[first]),
-            self._top_ids[first:].ctypes.data, self._top_logprobs[first:].ctypes.data, self._top_ids.shape[1],
-            self._scratch[thread].ctypes.data, self._scratch_ids[thread].ctypes.data,
-        )  # fmt: skip
+    def _take(self, logits: int, starts: Iterator[int], size: int, count: int, thread: int) -> None:
+        """Samples pieces of `size` of the `count` rows until none is left, in the scratch of one thread."""
+        (params, param), (sampled, result), (ids, some), (logprobs, _) = self._places
+        scratch, scratch_ids = (x.ctypes.data for x in self._scratch[thread])
+        for first in starts:
+            self._dll.llmc_sample(
+                logits + 4 * first * self.vocab, min(size, count - first), self.vocab, params + first * param,
+                sampled + first * result, ids + first * some, logprobs + first * some, self._top_ids.shape[1],
+                scratch, scratch_ids,
+            )  # fmt: skip
 
-    def _fill(self, struct: SamplingStruct, row: SamplingRow) -> None:
+    def _fill(self, index: int, row: SamplingRow) -> None:
         if row.num_logprobs > self.max_logprobs:
             raise ValueError(f"num_logprobs={row.num_logprobs} is more than the sampler's {self.max_logprobs}")
         if len(row.bias_ids) != len(row.bias):
             raise ValueError(f"{len(row.bias_ids)} bias ids for {len(row.bias)} biases")
-        struct.temperature, struct.top_p, struct.min_p, struct.top_k = row.temperature, row.top_p, row.min_p, row.top_k
-        struct.repetition_penalty = row.repetition_penalty
-        struct.presence_penalty, struct.frequency_penalty = row.presence_penalty, row.frequency_penalty
-        struct.num_logprobs, struct.seed, struct.counter = row.num_logprobs, row.seed, row.counter
-        struct.prompt, struct.num_prompt = _address(row.prompt, np.int32, "prompt"), len(row.prompt)
-        struct.output, struct.num_output = _address(row.output, np.int32, "output"), len(row.output)
-        struct.bias_ids = _address(row.bias_ids, np.int32, "bias_ids")
-        struct.bias, struct.num_bias = _address(row.bias, np.float32, "bias"), len(row.bias)
-        struct.banned, struct.num_banned = _address(row.banned, np.int32, "banned"), len(row.banned)
+        _SAMPLING.pack_into(
+            self._params, index * _SAMPLING.size,
+            row.temperature, row.top_p, row.min_p, row.top_k,
+            row.repetition_penalty, row.presence_penalty, row.frequency_penalty, row.num_logprobs,
+            row.seed, row.counter,
+            _address(row.prompt, np.int32, "prompt") or 0, len(row.prompt), len(row.output),
+            _address(row.output, np.int32, "output") or 0,
+            _address(row.bias_ids, np.int32, "bias_ids") or 0, _address(row.bias, np.float32, "bias") or 0,
+            len(row.bias_ids), len(row.banned), _address(row.banned, np.int32, "banned") or 0,
+        )  # fmt: skip
 
-    def _result(self, index: int, row: SamplingRow) -> Sampled:
-        found = self._sampled[index]
-        count = min(max(row.num_logprobs, 0), self.vocab)
-        ids, logprobs = self._top_ids[index, :count].tolist(), self._top_logprobs[index, :count].tolist()
-        return Sampled(found.token, found.logprob, found.rank, tuple(zip(ids, logprobs, strict=True)))
+    def _results(self, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        tokens = self._sampled[: len(rows), 0].tolist()
+        if all(row.num_logprobs < 0 for row in rows):
+            return [Sampled(token, 0.0, 0) for token in tokens]
+        logprobs, ranks = self._sampled[:, 1].view(np.float32).tolist(), self._sampled[:, 2].tolist()
+        found = []
+        for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            count = min(max(row.num_logprobs, 0), self.vocab)
+            ids, values = self._top_ids[index, :count].tolist(), self._top_logprobs[index, :count].tolist()
+            found.append(Sampled(token, logprobs[index], ranks[index], tuple(zip(ids, values, strict=True))))
+        return found
