@@ -134,6 +134,13 @@ inline Whole load_at(const int32_t* p, int i, int n, int32_t fill) {
   return load(part);
 }
 
+inline void store_at(int32_t* p, int i, int n, Whole a) {
+  if (i + kLanes <= n) return store(p + i, a);
+  int32_t part[kLanes];
+  store(part, a);
+  std::memcpy(p + i, part, (n - i) * sizeof *part);
+}
+
 // As compress, where no more than `room` numbers fit at `to`.
 inline int compress(int32_t* to, int room, Mask m, Whole a) {
   if (room >= kLanes) return compress(to, m, a);

@@ -98,30 +98,23 @@ inline Edge edge_of(const int32_t* from, int count, int32_t* buffer, int room, u
 class Sample {
  public:
   Sample(const Survey& s, const Scale& scale) : count_(s.chunks * kLanes) {
+    scale.weights(s.most, count_, most_);
+    largest_ = mass_of(most_, count_, 0);
+    float some[kSome * kLanes];
     const int stride = (s.chunks + kSome - 1) / kSome;
-    int others = 0;
-    for (int c = 0; c < s.chunks; ++c) {
-      const Lanes most = load(s.most + c * kLanes);
-      const Whole weights = scale.weights(most);
-      store(most_ + c * kLanes, weights);
-      sum_.add(weights);
-      const int i = c * s.chunk + c % 16 * kLanes;
-      if (c % stride || i + kLanes > s.n) continue;
-      const Lanes v = load(s.x + i);
-      const Mask other = v < most;
-      some_.add(keep(other, scale.weights(v)));
-      others += compress(other_ + others, other, scale.weights(v));
+    for (int c = 0; c < s.chunks; c += stride) {
+      const int i = c * s.chunk + c / stride % 16 * kLanes;
+      if (i + kLanes > s.n) continue;
+      const Lanes x = load(s.x + i);
+      others_ += compress(reinterpret_cast<int32_t*>(some) + others_, x < load(s.most + c * kLanes), bits_of(x));
     }
-    others_ = others;
-    each_ = others ? double(s.n - count_) / others : 0;
+    scale.weights(some, others_, other_);
+    each_ = others_ ? double(s.n - count_) / others_ : 0;
   }
-
-  const int32_t* most() const { return most_; }
-  int count() const { return count_; }
 
   // A weight below which, it seems, somewhat less than this share of the mass is; `members`: how many it seems to leave.
   int32_t cut(double share, double* members) const {
-    const double mass = double(sum_.total()) + each_ * double(some_.total());
+    const double mass = double(largest_) + each_ * double(mass_of(other_, others_, 0));
     int half = 0;  // powers of the square root of two
     for (int step = 32; step; step /= 2)
       if (half + step <= 60 && below(power(half + step)) <= 0.85 * share * mass) half += step;
@@ -133,19 +126,20 @@ class Sample {
   }
 
  private:
-  static constexpr int kSome = 96;  // vectors
+  static constexpr int kSome = 64;  // vectors
 
-  int count_, others_;
+  int count_, others_ = 0;
   double each_;  // for how many one of the others stands
-  WholeSum sum_, some_;
-  int32_t most_[kMaxChunks * kLanes], other_[kSome * kLanes + kLanes];
+  uint64_t largest_;
+  int32_t most_[kMaxChunks * kLanes], other_[kSome * kLanes];
 
   static int32_t power(int half) { return int32_t(half % 2 ? 1.41421356 * double(1 << half / 2) : double(1 << half / 2)); }
 
+  // About what weighs less weighs together.
   double below(int32_t weight) const {
     WholeSum most, other;
     const Whole edge = every(weight);
-    const int skip = count_ > kSome * kLanes ? 2 * kLanes : kLanes;
+    const int skip = (count_ + kSome * kLanes - 1) / (kSome * kLanes) * kLanes;
     for (int i = 0; i < count_; i += skip) {
       const Whole a = load(most_ + i);
       most.add(keep(edge > a, a));
@@ -191,19 +185,8 @@ class Candidates {
     least_ = 0;
     v_ = all_;
     count_ = s_.n;
-    WholeSum sum;
-    for (int i = 0; i < s_.n; i += kLanes) {
-      const Whole w = scale_.weights(load_at(s_.x, i, s_.n, -kInfinity));
-      sum.add(w);
-      if (i + kLanes <= s_.n) {
-        store(v_ + i, w);
-      } else {
-        int32_t part[kLanes];
-        store(part, w);
-        std::copy(part, part + (s_.n - i), v_ + i);
-      }
-    }
-    mass_ = sum.total();
+    scale_.weights(s_.x, s_.n, v_);
+    mass_ = mass_of(v_, count_, 0);
   }
 
   // Makes 0 of all but the first `ties` of those that weigh just so much.
@@ -256,14 +239,16 @@ class Candidates {
       if (count_ + s_.chunk + kLanes > s_.n / 2) return false;
       if (kAll && next) fetch(next, c);
       if (!bits(load(s_.most + c * kLanes) >= least_logit)) continue;
-      const int last = std::min(s_.n, (c + 1) * s_.chunk);
       int count = count_;
-      for (int i = c * s_.chunk; i < last; i += kLanes) {
-        const Lanes x = load_at(s_.x, i, s_.n, -kInfinity);
-        if (!kAll && !bits(x >= least_logit)) continue;
-        const Whole w = scale_.weights(x);
-        if (kAll) sum.add(w);
-        count += compress(ids_ + count, w > below, w);
+      auto take = [&](Whole w) { count += compress(ids_ + count, w > below, w); };
+      if (kAll) {
+        scale_.weigh(s_, c, sum, take);
+      } else {
+        const int last = std::min(s_.n, (c + 1) * s_.chunk);
+        for (int i = c * s_.chunk; i < last; i += kLanes) {
+          const Lanes x = load_at(s_.x, i, s_.n, -kInfinity);
+          if (bits(x >= least_logit)) take(scale_.weights(x));
+        }
       }
       count_ = count;
     }

@@ -79,8 +79,7 @@ inline int draw_from_all(const Survey& s, const Scale& scale, uint64_t random, c
     const int first = c * s.chunk, last = std::min(s.n, first + s.chunk);
     if (next)
       for (int i = first; i < last; i += kLanes) __builtin_prefetch(next + i, 0, 2);
-    if (bits(load(s.most + c * kLanes) >= least))
-      for (int i = first; i < last; i += kLanes) sum.add(scale.weights(load_at(s.x, i, s.n, -kInfinity)));
+    if (bits(load(s.most + c * kLanes) >= least)) scale.weigh(s, c, sum, [](Whole) {});
     total += sums[c] = sum.total();
   }
   auto target = uint64_t(static_cast<unsigned __int128>(random) * total >> 64);
@@ -101,7 +100,7 @@ inline int32_t reached_by(int k, const Survey& s, const Scale& scale) {
   int32_t most[kMaxChunks * kLanes];
   const int count = s.chunks * kLanes;
   if (k > count || Candidates::few(s.n)) return 0;
-  for (int i = 0; i < count; i += kLanes) store(most + i, scale.weights(load(s.most + i)));
+  scale.weights(s.most, count, most);
   return edge_of<false>(most, count, most, count, uint64_t(k)).weight;
 }
 
@@ -162,7 +161,7 @@ inline int32_t truncate(const llmc_sampling& p, const Survey& s, const Scale& sc
 
 // `next`: the row that will be sampled after this one, or NULL. scratch may be where the row itself is.
 inline int draw(const Survey& s, const llmc_sampling& p, const float* next, float* scratch, int32_t* ids) {
-  const Scale scale(s.top, p.temperature);
+  const Scale scale(s, p.temperature);
   const uint64_t random = philox(p.seed, p.counter);
   if (!(p.top_k > 0 && p.top_k < s.n) && !(p.top_p < 1) && !(p.min_p > 0)) return draw_from_all(s, scale, random, next);
   Candidates found(s, scale, scratch, ids);

@@ -9,6 +9,7 @@
 namespace llmc::sampler {
 
 using llmc::load_at;
+using llmc::store_at;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kOne = 1 << 30;  // the weight of the largest logit
 constexpr int kMaxChunks = 512;
@@ -90,24 +91,84 @@ struct Survey {
 // From logits to weights.
 class Scale {
  public:
-  Scale(float top, float temperature)
-      : top_(top), temperature_(temperature), shift_(splat(top)), inverse_(splat(1.0f / temperature)) {}
+  Scale(const Survey& s, float temperature)
+      : top_(s.top),
+        temperature_(temperature),
+        shift_(splat(s.top)),
+        inverse_(splat(1.0f / temperature)),
+        quarter_(splat(bound(kOne / 4))) {}
 
   // exp((x - top) / temperature) * 2^30, rounded, with the very bits of `exp` in lanes.h: below -30 that is 0, nothing is
   // above 0, and the power of two is put into the exponent, where adding 1.5 * 2^23 leaves the nearest whole number.
+  //
+  // One vector is a chain of twenty operations that wait for one another, and few of those fit into a processor's window.
+  // So kCount vectors go step by step together.
+  template <int kCount>
+  void weights(const Lanes (&x)[kCount], Whole (&w)[kCount]) const {
+    Lanes y[kCount], sum[kCount], r[kCount], p[kCount];
+    const Lanes round = splat(12582912.0f + 30.0f);
+    auto each = [](auto step) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i) step(i);
+    };
+    each([&](int i) { y[i] = x[i] - shift_; });
+    each([&](int i) { y[i] = y[i] * inverse_; });
+    each([&](int i) { y[i] = max(splat(-30.0f), y[i]); });
+    each([&](int i) { sum[i] = y[i] * splat(1.44269504088896341f); });
+    each([&](int i) { sum[i] = sum[i] + round; });
+    each([&](int i) { r[i] = sum[i] - round; });
+    each([&](int i) { y[i] = fma(r[i], splat(-0.693359375f), y[i]); });
+    each([&](int i) { r[i] = fma(r[i], splat(2.12194440e-4f), y[i]); });
+    each([&](int i) { p[i] = fma(splat(1.9875691500e-4f), r[i], splat(1.3981999507e-3f)); });
+    for (const float next : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+      each([&](int i) { p[i] = fma(p[i], r[i], splat(next)); });
+    each([&](int i) { y[i] = r[i] * r[i]; });
+    each([&](int i) { p[i] = fma(p[i], y[i], r[i]); });
+    each([&](int i) { p[i] = p[i] + splat(1.0f); });
+    each([&](int i) { w[i] = nearest(from_bits(bits_of(p[i]) + left(bits_of(sum[i]), 23))); });
+  }
+
   Whole weights(Lanes x) const {
-    const Lanes y = max(splat(-30.0f), (x - shift_) * inverse_), round = splat(12582912.0f + 30.0f);
-    const Lanes sum = y * splat(1.44269504088896341f) + round, n = sum - round;
-    Lanes r = fma(n, splat(-0.693359375f), y);
-    r = fma(n, splat(2.12194440e-4f), r);
-    Lanes p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + splat(1.0f);
-    return nearest(from_bits(bits_of(p) + left(bits_of(sum), 23)));
+    const Lanes one[1] = {x};
+    Whole w[1];
+    weights(one, w);
+    return w[0];
+  }
+
+  // Of x[0, n), to `to`, which may be in the same place.
+  void weights(const float* x, int n, int32_t* to) const {
+    int i = 0;
+    for (; i + kTogether * kLanes <= n; i += kTogether * kLanes) {
+      Whole w[kTogether];
+      together(x + i, w);
+      for (int l = 0; l < kTogether; ++l) store(to + i + l * kLanes, w[l]);
+    }
+    for (; i < n; i += kLanes) store_at(to, i, n, weights(load_at(x, i, n, -kInfinity)));
+  }
+
+  // Adds the weights of a chunk of the survey's row up, and shows each vector of them to `see`.
+  template <class See>
+  void weigh(const Survey& s, int chunk, WholeSum& sum, See see) const {
+    const int first = chunk * s.chunk, last = std::min(s.n, first + s.chunk);
+    const bool light = !bits(load(s.most + chunk * kLanes) >= quarter_);
+    if (light && last - first == s.chunk) {
+      for (int i = first; i < last; i += kBlock) {
+        Whole part = every(0);  // sums of 16 that are below a quarter of 2^30 fit into 32 bits
+        for (int j = i; j < i + kBlock; j += kTogether * kLanes) {
+          Whole w[kTogether];
+          together(s.x + j, w);
+          for (int l = 0; l < kTogether; ++l) part = part + w[l];
+          for (int l = 0; l < kTogether; ++l) see(w[l]);
+        }
+        sum.add(part);
+      }
+    } else {
+      for (int i = first; i < last; i += kLanes) {
+        const Whole w = weights(load_at(s.x, i, s.n, -kInfinity));
+        sum.add(w);
+        see(w);
+      }
+    }
   }
 
   // A logit below which all weigh less than `weight` (1 or more). The margin is far above all roundings.
@@ -117,8 +178,16 @@ class Scale {
   }
 
  private:
+  static constexpr int kTogether = LLMC_WIDE ? 8 : 4, kBlock = 16 * kLanes;
+
+  void together(const float* from, Whole (&w)[kTogether]) const {
+    Lanes x[kTogether];
+    for (int l = 0; l < kTogether; ++l) x[l] = load(from + l * kLanes);
+    weights(x, w);
+  }
+
   double top_, temperature_;
-  Lanes shift_, inverse_;
+  Lanes shift_, inverse_, quarter_;
 };
 
 }  // namespace llmc::sampler
