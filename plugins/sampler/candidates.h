@@ -19,18 +19,19 @@ inline uint64_t mass_of(const int32_t* v, int count, int32_t least) {
   return sum.total();
 }
 
-// Of 15 numbers from all over v the one that so large a part of them are below.
+// Of 16 numbers from all over v one that about so large a part of them are below. Without branches, which would be guessed
+// wrong.
 inline int32_t quantile(const int32_t* v, int count, double part) {
-  constexpr int kSome = 15;
-  if (count < 16 * kLanes) return v[count / 2];
-  int32_t some[kSome];
-  for (int i = 0; i < kSome; ++i) {
-    const int32_t value = v[int64_t(count) * (2 * i + 1) / (2 * kSome)];
-    int at = i;
-    for (; at > 0 && some[at - 1] > value; --at) some[at] = some[at - 1];
-    some[at] = value;
+  if (count < kLanes) return v[count / 2];
+  int32_t some[kLanes], found = INT32_MAX;
+  for (int i = 0; i < kLanes; ++i) some[i] = v[int64_t(count) * (2 * i + 1) / (2 * kLanes)];
+  const int above = std::clamp(int((1 - part) * kLanes), 0, kLanes - 1);
+  const Whole all = load(some);
+  for (int i = 0; i < kLanes; ++i) {
+    const bool high = __builtin_popcount(bits(all > every(some[i]))) <= above;
+    found = std::min(found, high ? some[i] : INT32_MAX);
   }
-  return some[std::clamp(int(part * kSome), 0, kSome - 1)];
+  return found;
 }
 
 // Numbers of v[0, count) above the pivot, their sum, and how many are equal to it.
@@ -64,11 +65,11 @@ inline int move_side(const int32_t* from, int count, int32_t pivot, bool above, 
 }
 
 // The largest weight that together with all above it reaches `wanted`, in members or in mass; the least of all where none
-// does. `above`: what those above it reach.
+// does. `above`: what those above it reach; `reached`: with it.
 struct Edge {
-  int32_t weight;
-  uint64_t above;
-  int equals;
+  int32_t weight = 0;
+  int equals = 0;
+  uint64_t above = 0, reached = 0;
 };
 
 // A quickselect that carries sums along. buffer: room for `room` numbers, at least as many as there are and, where it is
@@ -76,7 +77,7 @@ struct Edge {
 template <bool kMass>
 inline Edge edge_of(const int32_t* from, int count, int32_t* buffer, int room, uint64_t wanted, bool low = false) {
   uint64_t before = 0;
-  double part = low ? 0.2 : 0.5;
+  double part = low ? 0.35 : 0.5;
   for (;;) {
     if (!kMass) part = 1 - double(wanted - before) / count;
     const int32_t pivot = quantile(from, count, part);
@@ -84,9 +85,8 @@ inline Edge edge_of(const int32_t* from, int count, int32_t* buffer, int room, u
     const uint64_t above = before + (kMass ? tally.mass : uint64_t(tally.above));
     const uint64_t reached = above + (kMass ? uint64_t(pivot) : 1) * tally.equals;
     const bool higher = above >= wanted;
-    if (!higher && reached >= wanted) return {pivot, above, tally.equals};
-    const int kept = move_side(from, count, pivot, higher, buffer, room);
-    if (kept == 0) return {pivot, above, tally.equals};
+    const int kept = !higher && reached >= wanted ? 0 : move_side(from, count, pivot, higher, buffer, room);
+    if (kept == 0) return {pivot, tally.equals, above, reached};
     if (!higher) before = reached;
     from = buffer;
     count = kept;
@@ -161,11 +161,11 @@ class Candidates {
   // Rows too short to be worth it are taken whole.
   static bool few(int n) { return n < 1024; }
 
-  int32_t* weights() { return v_; }
   int count() const { return count_; }
   uint64_t mass() const { return mass_; }  // of the whole row, where that was asked for
-  int32_t* buffer() { return dense_ ? ids_ : ids_ + s_.n / 2; }
-  int room() const { return dense_ ? s_.n : s_.n - s_.n / 2; }
+  uint64_t mass_from(int32_t least) const { return mass_of(v_, count_, least); }
+  Edge edge_of_count(int wanted) { return edge_of<false>(v_, count_, buffer(), room(), uint64_t(wanted)); }
+  Edge edge_of_mass(uint64_t wanted, bool low) { return edge_of<true>(v_, count_, buffer(), room(), wanted, low); }
 
   // All tokens that weigh `least` (1 or more) or more, looked for only where the survey says that there may be some.
   void find(int32_t least) {
@@ -223,6 +223,9 @@ class Candidates {
   int32_t least_ = 0;
   uint64_t mass_ = 0;
   bool dense_ = false;
+
+  int32_t* buffer() { return dense_ ? ids_ : ids_ + s_.n / 2; }
+  int room() const { return dense_ ? s_.n : s_.n - s_.n / 2; }
   int starts_[kMaxChunks];  // how many candidates are before a chunk
 
   // kAll: every vector of the chunks that may weigh anything is added up; otherwise those with a logit >= bound are looked
@@ -237,12 +240,11 @@ class Candidates {
     for (int c = 0; c < s_.chunks; ++c) {
       starts_[c] = count_;
       if (count_ + s_.chunk + kLanes > s_.n / 2) return false;
-      if (kAll && next) fetch(next, c);
       if (!bits(load(s_.most + c * kLanes) >= least_logit)) continue;
       int count = count_;
       auto take = [&](Whole w) { count += compress(ids_ + count, w > below, w); };
       if (kAll) {
-        scale_.weigh(s_, c, sum, take);
+        scale_.weigh(s_, c, next, sum, take);
       } else {
         const int last = std::min(s_.n, (c + 1) * s_.chunk);
         for (int i = c * s_.chunk; i < last; i += kLanes) {
@@ -254,10 +256,6 @@ class Candidates {
     }
     mass_ = sum.total();
     return true;
-  }
-
-  void fetch(const float* next, int c) const {
-    for (int i = c * s_.chunk; i < std::min(s_.n, (c + 1) * s_.chunk); i += kLanes) __builtin_prefetch(next + i, 0, 2);
   }
 
   int id_of(int place) const {

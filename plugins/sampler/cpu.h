@@ -76,10 +76,7 @@ inline int draw_from_all(const Survey& s, const Scale& scale, uint64_t random, c
   const Lanes least = splat(scale.bound(1));
   for (int c = 0; c < s.chunks; ++c) {
     WholeSum sum;
-    const int first = c * s.chunk, last = std::min(s.n, first + s.chunk);
-    if (next)
-      for (int i = first; i < last; i += kLanes) __builtin_prefetch(next + i, 0, 2);
-    if (bits(load(s.most + c * kLanes) >= least)) scale.weigh(s, c, sum, [](Whole) {});
+    if (bits(load(s.most + c * kLanes) >= least)) scale.weigh(s, c, next, sum, [](Whole) {});
     total += sums[c] = sum.total();
   }
   auto target = uint64_t(static_cast<unsigned __int128>(random) * total >> 64);
@@ -109,65 +106,68 @@ inline uint64_t share(const llmc_sampling& p, uint64_t mass) {
   return uint64_t(std::max(1.0, std::ceil(double(p.top_p) * double(mass))));
 }
 
-// Candidates that hold the share which top-p asks for, and the mass of all.
-inline void find_share(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
+// Finds candidates that hold the share which top-p asks for, and where it ends. `next`: as of draw.
+inline Edge find_share(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
   if (!Candidates::few(s.n)) {
     double members;
     int32_t least = Sample(s, scale).cut(1 - double(p.top_p), &members);
-    while (members < 0.4 * s.n && found.find_and_weigh(least, next)) {
-      if (mass_of(found.weights(), found.count(), 0) >= share(p, found.mass())) return;
-      least = std::max(least / 16, 1);
-      next = nullptr;
+    for (; members < 0.4 * s.n && found.find_and_weigh(least, next); least = std::max(least / 16, 1)) {
+      const Edge edge = found.edge_of_mass(share(p, found.mass()), true);
+      if (edge.reached >= share(p, found.mass())) return edge;
     }
   }
   found.take_all();
+  return found.edge_of_mass(share(p, found.mass()), true);
 }
 
-// Finds what top-k, top-p and min-p leave; returns the least weight that is left, having zeroed the ties beyond.
-inline int32_t truncate(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
+// What truncation leaves: tokens that weigh `least` or more, and their mass.
+struct Kept {
+  int32_t least;
+  uint64_t mass;
+};
+
+// Finds what top-k, top-p and min-p leave, having zeroed the ties beyond.
+inline Kept truncate(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
   const bool by_count = p.top_k > 0 && p.top_k < s.n, by_mass = p.top_p < 1;
   const auto floor = p.min_p > 0 ? int32_t(std::ceil(std::min(double(p.min_p), 1.0) * kOne)) : 0;
+  Edge edge;
+  uint64_t ties = 0, mass;
   if (by_count) {
     // Top-p takes its share of all that top-k leaves; without it what min-p drops need not be found.
     const int32_t least = std::max(reached_by(p.top_k, s, scale), by_mass ? 0 : floor);
     least > 0 ? found.find(least) : found.take_all();
-  } else if (by_mass) {
-    find_share(p, s, scale, next, found);
-  } else {
+    if (p.top_k < found.count()) {
+      edge = found.edge_of_count(p.top_k);
+      ties = p.top_k - edge.above;
+      mass = found.mass_from(edge.weight + 1) + ties * edge.weight;
+    } else {
+      mass = found.mass_from(0);
+    }
+  } else if (!by_mass) {
     found.find(floor);
-    return floor;
-  }
-  int32_t* const v = found.weights();
-  const int count = found.count();
-  Edge edge{0, 0, 0};
-  uint64_t ties = 0, mass = found.mass();
-  if (by_count && p.top_k < count) {
-    edge = edge_of<false>(v, count, found.buffer(), found.room(), uint64_t(p.top_k));
-    ties = p.top_k - edge.above;
-    mass = mass_of(v, count, edge.weight + 1) + ties * edge.weight;
-  } else if (by_count) {
-    mass = mass_of(v, count, 0);
+    mass = found.mass_from(floor);
   }
   if (by_mass) {
-    const uint64_t wanted = share(p, mass), few = ties;
-    const int32_t last = edge.weight;
-    edge = edge_of<true>(v, count, found.buffer(), found.room(), wanted, !by_count);
-    ties = (wanted - edge.above + edge.weight - 1) / edge.weight;
-    if (edge.weight == last) ties = std::min(ties, few);
+    const Edge last = edge;
+    edge = by_count ? found.edge_of_mass(share(p, mass), false) : find_share(p, s, scale, next, found);
+    const uint64_t wanted = share(p, by_count ? mass : found.mass());
+    const uint64_t enough = (wanted - edge.above + edge.weight - 1) / edge.weight;
+    ties = edge.weight == last.weight ? std::min(ties, enough) : enough;
+    mass = edge.above + ties * edge.weight;
   }
   if (ties < uint64_t(edge.equals)) found.drop_ties(edge.weight, int(ties));
-  return std::max(edge.weight, floor);
+  if (floor > edge.weight) return {floor, found.mass_from(floor)};
+  return {edge.weight, mass};
 }
 
-// `next`: the row that will be sampled after this one, or NULL. scratch may be where the row itself is.
+// `next`: the row that will be sampled after this one, or this one again. scratch may be where the row itself is.
 inline int draw(const Survey& s, const llmc_sampling& p, const float* next, float* scratch, int32_t* ids) {
   const Scale scale(s, p.temperature);
   const uint64_t random = philox(p.seed, p.counter);
   if (!(p.top_k > 0 && p.top_k < s.n) && !(p.top_p < 1) && !(p.min_p > 0)) return draw_from_all(s, scale, random, next);
   Candidates found(s, scale, scratch, ids);
-  const int32_t least = truncate(p, s, scale, next, found);
-  const uint64_t total = mass_of(found.weights(), found.count(), least);
-  return found.look_up(uint64_t(static_cast<unsigned __int128>(random) * total >> 64), least);
+  const Kept kept = truncate(p, s, scale, next, found);
+  return found.look_up(uint64_t(static_cast<unsigned __int128>(random) * kept.mass >> 64), kept.least);
 }
 
 // The best `count` of the raw row, best first, lower ids first among equals; log-probabilities relative to `log_total`.
@@ -241,7 +241,7 @@ extern "C" void llmc_sample(const float* logits, int32_t n, int32_t vocab, const
                             float* scratch, int32_t* scratch_ids) {
   for (int64_t row = 0; row < n; ++row) {
     const float* own = logits + row * vocab;
-    llmc::sampler::sample_row(own, row + 1 < n ? own + vocab : nullptr, vocab, params[row], out[row],
+    llmc::sampler::sample_row(own, row + 1 < n ? own + vocab : own, vocab, params[row], out[row],
                               top_ids + row * top_stride, top_logprobs + row * top_stride, top_stride, scratch,
                               scratch_ids);
   }

@@ -146,9 +146,10 @@ class Scale {
     for (; i < n; i += kLanes) store_at(to, i, n, weights(load_at(x, i, n, -kInfinity)));
   }
 
-  // Adds the weights of a chunk of the survey's row up, and shows each vector of them to `see`.
+  // Adds the weights of a chunk of the survey's row up, and shows each vector of them to `see`. The same place of the row
+  // `next` is fetched meanwhile, a little at a time: a burst would hold up the loads between.
   template <class See>
-  void weigh(const Survey& s, int chunk, WholeSum& sum, See see) const {
+  void weigh(const Survey& s, int chunk, const float* next, WholeSum& sum, See see) const {
     const int first = chunk * s.chunk, last = std::min(s.n, first + s.chunk);
     const bool light = !bits(load(s.most + chunk * kLanes) >= quarter_);
     if (light && last - first == s.chunk) {
@@ -156,6 +157,7 @@ class Scale {
         Whole part = every(0);  // sums of 16 that are below a quarter of 2^30 fit into 32 bits
         for (int j = i; j < i + kBlock; j += kTogether * kLanes) {
           Whole w[kTogether];
+          for (int l = 0; l < kTogether; ++l) __builtin_prefetch(next + j + l * kLanes, 0, 2);
           together(s.x + j, w);
           for (int l = 0; l < kTogether; ++l) part = part + w[l];
           for (int l = 0; l < kTogether; ++l) see(w[l]);
