@@ -148,11 +148,9 @@ inline Kept truncate(const llmc_sampling& p, const Survey& s, const Scale& scale
     mass = found.mass_from(floor);
   }
   if (by_mass) {
-    const Edge last = edge;
     edge = by_count ? found.edge_of_mass(share(p, mass), false) : find_share(p, s, scale, next, found);
     const uint64_t wanted = share(p, by_count ? mass : found.mass());
-    const uint64_t enough = (wanted - edge.above + edge.weight - 1) / edge.weight;
-    ties = edge.weight == last.weight ? std::min(ties, enough) : enough;
+    ties = (wanted - edge.above + edge.weight - 1) / edge.weight;  // not beyond those of top-k: its mass holds the share
     mass = edge.above + ties * edge.weight;
   }
   if (ties < uint64_t(edge.equals)) found.drop_ties(edge.weight, int(ties));
