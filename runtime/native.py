@@ -285,8 +285,8 @@ _NONE = np.empty(0, np.int32)
 @dataclass(slots=True)
 class SamplingRow:
     """How one row is sampled; the fields of `llmc_sampling`. `prompt`, `output`: the tokens that the penalties look at,
-    i32 arrays or array('i'); they may be left empty where no penalty is on. A sequence keeps its row: a step changes
-    the counter, what was generated and what is banned.
+    i32 arrays or array('i'); they may be left empty where no penalty is on. A sequence keeps its row: a step may change
+    its counter, `output` and `banned`, and nothing else.
     """
 
     temperature: float = 1.0
@@ -327,15 +327,17 @@ class Sampler:
 
     def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> None:
         self._dll, self.vocab, self.max_logprobs, self._max_rows = dll, vocab, max_logprobs, max_rows
-        self._params = (SamplingStruct * max_rows)()
+        self._params = np.zeros((max_rows, _SAMPLING.size // 8), np.uint64)
+        self._counters = self._params[:, SamplingStruct.counter.offset // 8]
+        self._struct = self._params.data.cast("B")
+        self._filled: list[SamplingRow | None] = [None] * max_rows  # rows of which only the counter will change
         self._sampled = np.zeros((max_rows, ctypes.sizeof(SampledStruct) // 4), np.int32)
         self._top_ids = np.zeros((max_rows, max(max_logprobs, 1)), np.int32)
         self._top_logprobs = np.zeros((max_rows, max(max_logprobs, 1)), np.float32)
         self._scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(threads)]
+        arrays = (self._params, self._sampled, self._top_ids, self._top_logprobs)
         #: Where what is of a row begins, and how far apart.
-        self._places = [(ctypes.addressof(self._params), _SAMPLING.size)]
-        arrays = (self._sampled, self._top_ids, self._top_logprobs)
-        self._places += [(x.ctypes.data, x.strides[0]) for x in arrays]
+        self._places = [(x.ctypes.data, x.strides[0]) for x in arrays]
         self._others: ThreadPoolExecutor | None = None
         if threads > 1:
             from concurrent.futures import ThreadPoolExecutor  # here: ranks sample nothing, and start the sooner
@@ -349,8 +351,10 @@ class Sampler:
             raise ValueError(f"logits {logits.shape} for {count} rows; room for {self._max_rows}x{self.vocab}")
         if not rows:
             return []
-        for index, row in enumerate(rows):
-            self._fill(index, row)
+        for index, (row, filled) in enumerate(zip(rows, self._filled, strict=False)):
+            if row is not filled or len(row.output) or len(row.banned):
+                self._fill(index, row)
+        self._counters[:count] = [row.counter for row in rows]
         address = _address(logits, np.float32, "logits")
         assert address is not None
         shared = self._others is not None and count > 1 and logits.size >= _SHARED_LOGITS
@@ -378,12 +382,13 @@ class Sampler:
             )  # fmt: skip
 
     def _fill(self, index: int, row: SamplingRow) -> None:
+        self._filled[index] = None
         if row.num_logprobs > self.max_logprobs:
             raise ValueError(f"num_logprobs={row.num_logprobs} is more than the sampler's {self.max_logprobs}")
         if len(row.bias_ids) != len(row.bias):
             raise ValueError(f"{len(row.bias_ids)} bias ids for {len(row.bias)} biases")
         _SAMPLING.pack_into(
-            self._params, index * _SAMPLING.size,
+            self._struct, index * _SAMPLING.size,
             row.temperature, row.top_p, row.min_p, row.top_k,
             row.repetition_penalty, row.presence_penalty, row.frequency_penalty, row.num_logprobs,
             row.seed, row.counter,
@@ -392,6 +397,8 @@ class Sampler:
             _address(row.bias_ids, np.int32, "bias_ids") or 0, _address(row.bias, np.float32, "bias") or 0,
             len(row.bias_ids), len(row.banned), _address(row.banned, np.int32, "banned") or 0,
         )  # fmt: skip
+        if not len(row.output) and not len(row.banned):
+            self._filled[index] = row
 
     def _results(self, rows: Sequence[SamplingRow]) -> list[Sampled]:
         tokens = self._sampled[: len(rows), 0].tolist()
