@@ -137,10 +137,9 @@ class Sample {
 
   // About what weighs less weighs together.
   double below(int32_t weight) const {
-    WholeSum most, other;
+    WholeSum most, other;  // all of the largest: a few of them are much of the mass
     const Whole edge = every(weight);
-    const int skip = (count_ + kSome * kLanes - 1) / (kSome * kLanes) * kLanes;
-    for (int i = 0; i < count_; i += skip) {
+    for (int i = 0; i < count_; i += kLanes) {
       const Whole a = load(most_ + i);
       most.add(keep(edge > a, a));
     }
@@ -148,7 +147,7 @@ class Sample {
       const Whole a = load_at(other_, i, others_, 0);
       other.add(keep(edge > a, a));
     }
-    return double(most.total()) * skip / kLanes + each_ * double(other.total());
+    return double(most.total()) + each_ * double(other.total());
   }
 };
 
