@@ -18,7 +18,8 @@ import numpy as np
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
-from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
+from llmc.runtime.native import HostLibrary
+from llmc.runtime.native_sampler import Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
 
 _NONE = np.empty(0, np.int32)

@@ -131,7 +131,7 @@ inline Kept truncate(const llmc_sampling& p, const Survey& s, const Scale& scale
   const bool by_count = p.top_k > 0 && p.top_k < s.n, by_mass = p.top_p < 1;
   const auto floor = p.min_p > 0 ? int32_t(std::ceil(std::min(double(p.min_p), 1.0) * kOne)) : 0;
   Edge edge;
-  uint64_t ties = 0, mass;
+  uint64_t ties = 0, mass = 0;
   if (by_count) {
     // Top-p takes its share of all that top-k leaves; without it what min-p drops need not be found.
     const int32_t least = std::max(reached_by(p.top_k, s, scale), by_mass ? 0 : floor);
@@ -145,7 +145,6 @@ inline Kept truncate(const llmc_sampling& p, const Survey& s, const Scale& scale
     }
   } else if (!by_mass) {
     found.find(floor);
-    mass = found.mass_from(floor);
   }
   if (by_mass) {
     edge = by_count ? found.edge_of_mass(share(p, mass), false) : find_share(p, s, scale, next, found);

@@ -15,7 +15,8 @@ from array import array
 
 import numpy as np
 
-from llmc.runtime.native import Library, Sampler, SamplingRow
+from llmc.runtime.native import Library
+from llmc.runtime.native_sampler import Sampler, SamplingRow
 from tests.unit.plugins.compiled import BF16_ISAS, ISAS, aligned, compile_library
 
 VOCABULARIES = (49_152, 128_256, 262_144)
@@ -25,7 +26,7 @@ MODES = {
     "temperature": SamplingRow(0.8),
     "top-k 50": SamplingRow(0.8, top_k=50),
     "top-p 0.9": SamplingRow(0.8, top_p=0.9),
-    "at T=1": SamplingRow(1, top_p=0.9),
+    "top-p, T 1": SamplingRow(1, top_p=0.9),
     "min-p 0.05": SamplingRow(0.8, min_p=0.05),
     "penalties": SamplingRow(0, repetition_penalty=1.1, presence_penalty=0.2),
 }

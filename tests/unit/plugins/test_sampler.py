@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.plugins.sampler import reference
 from llmc.runtime import native
-from llmc.runtime.native import Sampled, SamplingRow
+from llmc.runtime.native_sampler import Sampled, SampledStruct, SamplingRow, SamplingStruct
 from tests.unit.plugins.compiled import ISAS
 from tests.unit.plugins.native_step import build
 
@@ -236,8 +236,8 @@ def test_a_row_that_is_kept_may_change_where_it_says_so() -> None:
 
 
 def test_structs_are_those_of_the_header() -> None:
-    pairs = {"llmc_rank": native.RankStruct, "llmc_step": native.StepStruct, "llmc_sampling": native.SamplingStruct,
-             "llmc_sampled": native.SampledStruct}  # fmt: skip
+    pairs = {"llmc_rank": native.RankStruct, "llmc_step": native.StepStruct, "llmc_sampling": SamplingStruct,
+             "llmc_sampled": SampledStruct}  # fmt: skip
     lines = [
         '#include "plugins/cpu/abi.h"',
         "#include <cstddef>",

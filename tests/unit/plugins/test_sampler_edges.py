@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.plugins.sampler import reference
-from llmc.runtime.native import SamplingRow
+from llmc.runtime.native_sampler import SamplingRow
 from tests.unit.plugins.compiled import ISAS
 from tests.unit.plugins.native_step import build
 from tests.unit.plugins.test_sampler import check, library
