@@ -45,7 +45,7 @@ from llmc.runtime.messages import (
     Submit,
     ToCore,
 )
-from llmc.runtime.native import Sampled
+from llmc.runtime.native_sampler import Sampled
 from llmc.runtime.options import CoreOptions
 from llmc.runtime.pacing import Pace
 from llmc.runtime.params import Limits, check, fit

@@ -1,26 +1,21 @@
 """Compiled code as Python calls it: the ctypes mirror of plugins/cpu/abi.h.
 
-Comes in: the bytes of a rank's shared object, numpy arrays. Goes out: `Library`, `Engine`, `Sampler`. Must not know:
-plans, schedulers, messages. Standard library and numpy only. The calls release the interpreter lock.
+Comes in: the bytes of a rank's shared object, numpy arrays. Goes out: `Library`, `Engine`, and the `Sampler` of
+native_sampler.py. Must not know: plans, schedulers, messages. Standard library and numpy only. The calls release the
+interpreter lock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from array import array
-from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+from llmc.runtime.native_sampler import Sampler, address_of
 
 ABI_VERSION = 3
 _MESSAGE_BYTES = 512
@@ -63,38 +58,6 @@ class StepStruct(ctypes.Structure):
         ("logits", c_void_p),
         ("stamps", c_void_p),
     ]
-
-
-class SamplingStruct(ctypes.Structure):
-    """llmc_sampling."""
-
-    _fields_ = [
-        ("temperature", c_float),
-        ("top_p", c_float),
-        ("min_p", c_float),
-        ("top_k", c_int32),
-        ("repetition_penalty", c_float),
-        ("presence_penalty", c_float),
-        ("frequency_penalty", c_float),
-        ("num_logprobs", c_int32),
-        ("seed", c_uint64),
-        ("counter", c_uint64),
-        ("prompt", c_void_p),
-        ("num_prompt", c_int32),
-        ("num_output", c_int32),
-        ("output", c_void_p),
-        ("bias_ids", c_void_p),
-        ("bias", c_void_p),
-        ("num_bias", c_int32),
-        ("num_banned", c_int32),
-        ("banned", c_void_p),
-    ]
-
-
-class SampledStruct(ctypes.Structure):
-    """llmc_sampled."""
-
-    _fields_ = [("token", c_int32), ("logprob", c_float), ("rank", c_int32), ("reserved", c_int32)]
 
 
 class StepRefused(RuntimeError):
@@ -141,19 +104,6 @@ class StepArrays:
     tokens: np.ndarray | None = None
 
 
-def _address(values: np.ndarray | array[int] | None, dtype: type, name: str) -> int | None:
-    """Where the elements start; raises TypeError unless they are contiguous and of `dtype`."""
-    if values is None or len(values) == 0:
-        return None
-    if isinstance(values, array):
-        if values.typecode != "i" or dtype is not np.int32:
-            raise TypeError(f"{name}: array of typecode {values.typecode!r}, expected {np.dtype(dtype)}")
-        return values.buffer_info()[0]
-    if values.dtype != dtype or not values.flags.c_contiguous:
-        raise TypeError(f"{name}: {values.dtype}, strides {values.strides}; expected contiguous {np.dtype(dtype)}")
-    return values.ctypes.data
-
-
 class HostLibrary:
     """A shared object of a plan, loaded from bytes through an anonymous file: the sampler, and the machine's limits. It
     stays loaded for the process's life.
@@ -189,7 +139,7 @@ class HostLibrary:
         dll = self._dll
         dll.llmc_sample.restype = None
         dll.llmc_sample.argtypes = [
-            c_void_p, c_int32, c_int32, POINTER(SamplingStruct), POINTER(SampledStruct),
+            c_void_p, c_int32, c_int32, c_void_p, c_void_p,
             c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
         ]  # fmt: skip
 
@@ -197,7 +147,7 @@ class HostLibrary:
         """Bytes a second of reading `data`, u8 from a 64-byte boundary on, once by `threads` threads."""
         rate = self._dll.llmc_read_rate
         rate.restype, rate.argtypes = c_double, [c_void_p, c_int64, c_int32]
-        return float(rate(_address(data, np.uint8, "data"), len(data), threads))
+        return float(rate(address_of(data, np.uint8, "data"), len(data), threads))
 
     def product_rate(self, products: int, rounds: int, threads: int) -> float:
         """Operations a second of products of one kind (plugins/cpu/products.py) that wait for nothing, `rounds` times
@@ -235,7 +185,7 @@ class Library(HostLibrary):
             raise ValueError(f"tp={memory.tp} needs comm memory")
         struct = RankStruct(memory.rank, memory.tp, memory.threads)
         for name in ("weights", "shared", "arena", "kv", "state", "comm"):
-            setattr(struct, name, _address(getattr(memory, name), np.uint8, name))
+            setattr(struct, name, address_of(getattr(memory, name), np.uint8, name))
         struct.num_blocks, struct.num_slots = memory.num_blocks, memory.num_slots
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         handle = self._dll.llmc_create(ctypes.byref(struct), message, _MESSAGE_BYTES)
@@ -245,7 +195,7 @@ class Library(HostLibrary):
 
     def abort(self, comm: np.ndarray) -> None:
         """Makes every rank that waits in `comm`, or will wait, give up with RankFailure."""
-        self._dll.llmc_abort(_address(comm, np.uint8, "comm"))
+        self._dll.llmc_abort(address_of(comm, np.uint8, "comm"))
 
 
 class Engine:
@@ -260,9 +210,9 @@ class Engine:
         """
         struct = StepStruct(len(step.ids), len(step.context_len), len(step.rows), step.block_tables.shape[1])
         for name in ("ids", "positions", "query_start", "context_len", "block_tables", "state_slots", "rows"):
-            setattr(struct, name, _address(getattr(step, name), np.int32, name))
-        struct.logits = _address(step.logits, np.float32, "logits")
-        struct.stamps = _address(stamps, np.int64, "stamps")
+            setattr(struct, name, address_of(getattr(step, name), np.int32, name))
+        struct.logits = address_of(step.logits, np.float32, "logits")
+        struct.stamps = address_of(stamps, np.int64, "stamps")
         code = self._dll.llmc_run(self._handle, ctypes.byref(struct))
         if code == 1:
             raise StepRefused(
@@ -279,114 +229,3 @@ class Engine:
         if self._handle:
             self._dll.llmc_destroy(self._handle)
             self._handle = 0
-
-
-_NONE = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True)
-class SamplingRow:
-    """How one row is sampled; the fields of `llmc_sampling`. `prompt`, `output`: the tokens that the penalties look at,
-    i32 arrays or array('i'); they may be left empty where no penalty is on.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    num_logprobs: int = -1
-    seed: int = 0
-    counter: int = 0
-    prompt: np.ndarray | array[int] = field(default_factory=lambda: _NONE)
-    output: np.ndarray | array[int] = field(default_factory=lambda: _NONE)
-    bias_ids: np.ndarray = field(default_factory=lambda: _NONE)
-    bias: np.ndarray = field(default_factory=lambda: _NONE)
-    banned: np.ndarray = field(default_factory=lambda: _NONE)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One row's token, -1 where the row held NaN or infinity or nothing was left to choose from. `logprob`, `rank`,
-    `top` (ids and log-probabilities, best first) are filled where the row asked for logprobs.
-    """
-
-    token: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-#: Logits from which on rows are sampled on several threads: less takes no longer than telling them.
-_SHARED_LOGITS = 1 << 19
-
-
-class Sampler:
-    """Samples rows of logits, on up to `threads` threads; its scratch is allocated once."""
-
-    def __init__(self, dll: ctypes.CDLL, vocab: int, max_rows: int, max_logprobs: int, threads: int = 1) -> None:
-        self._dll, self.vocab, self.max_logprobs = dll, vocab, max_logprobs
-        self._params = (SamplingStruct * max_rows)()
-        self._sampled = (SampledStruct * max_rows)()
-        self._top_ids = np.zeros((max_rows, max(max_logprobs, 1)), np.int32)
-        self._top_logprobs = np.zeros((max_rows, max(max_logprobs, 1)), np.float32)
-        self._scratch = np.zeros((threads, vocab), np.float32)
-        self._scratch_ids = np.zeros((threads, vocab), np.int32)
-        self._others: ThreadPoolExecutor | None = None
-        if threads > 1:
-            from concurrent.futures import ThreadPoolExecutor  # here: ranks sample nothing, and start the sooner
-
-            self._others = ThreadPoolExecutor(threads - 1, "sampler")
-
-    def sample(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """logits f32[len(rows), vocab], unchanged. Raises ValueError for other shapes or too many rows."""
-        if logits.shape != (len(rows), self.vocab) or len(rows) > len(self._params):
-            raise ValueError(f"logits {logits.shape} for {len(rows)} rows; room for {len(self._params)}x{self.vocab}")
-        if not rows:
-            return []
-        for struct, row in zip(self._params, rows, strict=False):
-            self._fill(struct, row)
-        address = _address(logits, np.float32, "logits")
-        assert address is not None
-        shares = min(len(self._scratch), len(rows)) if logits.size >= _SHARED_LOGITS else 1
-        (first, last), *rest = pairwise(len(rows) * share // shares for share in range(shares + 1))
-        others = []
-        if self._others is not None:
-            others = [self._others.submit(self._sample, address, *part, i) for i, part in enumerate(rest, start=1)]
-        self._sample(address, first, last, 0)
-        for other in others:
-            other.result()
-        return [self._result(i, row) for i, row in enumerate(rows)]
-
-    def _sample(self, logits: int, first: int, last: int, thread: int) -> None:
-        """Rows first..last, in the scratch of one thread."""
-        self._dll.llmc_sample(
-            logits + 4 * first * self.vocab, last - first, self.vocab,
-            ctypes.byref(self._params[first]),
-            ctypes.byref(self._sampled[first]),
-            self._top_ids[first:].ctypes.data, self._top_logprobs[first:].ctypes.data, self._top_ids.shape[1],
-            self._scratch[thread].ctypes.data, self._scratch_ids[thread].ctypes.data,
-        )  # fmt: skip
-
-    def _fill(self, struct: SamplingStruct, row: SamplingRow) -> None:
-        if row.num_logprobs > self.max_logprobs:
-            raise ValueError(f"num_logprobs={row.num_logprobs} is more than the sampler's {self.max_logprobs}")
-        if len(row.bias_ids) != len(row.bias):
-            raise ValueError(f"{len(row.bias_ids)} bias ids for {len(row.bias)} biases")
-        struct.temperature, struct.top_p, struct.min_p, struct.top_k = row.temperature, row.top_p, row.min_p, row.top_k
-        struct.repetition_penalty = row.repetition_penalty
-        struct.presence_penalty, struct.frequency_penalty = row.presence_penalty, row.frequency_penalty
-        struct.num_logprobs, struct.seed, struct.counter = row.num_logprobs, row.seed, row.counter
-        struct.prompt, struct.num_prompt = _address(row.prompt, np.int32, "prompt"), len(row.prompt)
-        struct.output, struct.num_output = _address(row.output, np.int32, "output"), len(row.output)
-        struct.bias_ids = _address(row.bias_ids, np.int32, "bias_ids")
-        struct.bias, struct.num_bias = _address(row.bias, np.float32, "bias"), len(row.bias)
-        struct.banned, struct.num_banned = _address(row.banned, np.int32, "banned"), len(row.banned)
-
-    def _result(self, index: int, row: SamplingRow) -> Sampled:
-        found = self._sampled[index]
-        count = min(max(row.num_logprobs, 0), self.vocab)
-        ids, logprobs = self._top_ids[index, :count].tolist(), self._top_logprobs[index, :count].tolist()
-        return Sampled(found.token, found.logprob, found.rank, tuple(zip(ids, logprobs, strict=True)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -19,7 +18,8 @@ import numpy as np
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.runtime.core_sequence import Sequence
 from llmc.runtime.messages import Logprob, TokenLogprobs
-from llmc.runtime.native import HostLibrary, Sampled, SamplingRow
+from llmc.runtime.native import HostLibrary
+from llmc.runtime.native_sampler import Sampled, SamplingRow
 from llmc.runtime.params import MAX_LOGPROBS
 
 _NONE = np.empty(0, np.int32)
@@ -31,15 +31,13 @@ _FIELDS, _WORDS = struct.Struct("<2fQI"), struct.Struct("<5i")
 
 @dataclass
 class _Fixed:
-    """What stays the same over a sequence's life. `prompt` is empty unless a penalty looks at the history. `on_gpu`:
-    `params_of` its rows without the counter, which is their last; None until a GPU is asked.
+    """What stays the same over a sequence's life, and its `row`, in which a step renews the rest. `on_gpu`: `params_of`
+    the row without the counter, which is their last; None until a GPU is asked.
     """
 
     penalised: bool
-    prompt: array[int]
-    bias_ids: np.ndarray
-    bias: np.ndarray
     stops: np.ndarray
+    row: SamplingRow
     on_gpu: tuple[int, ...] | None = None
 
 
@@ -99,24 +97,13 @@ def _single(value: float) -> float:
 
 
 def _row(sequence: Sequence) -> SamplingRow:
-    fixed, p = _fixed(sequence), sequence.params
-    return SamplingRow(
-        p.temperature,
-        p.top_p,
-        p.min_p,
-        p.top_k,
-        p.repetition_penalty,
-        p.presence_penalty,
-        p.frequency_penalty,
-        -1 if p.logprobs is None else p.logprobs,
-        sequence.seed,
-        sequence.generated,
-        fixed.prompt,
-        sequence.tokens[sequence.num_prompt : sequence.num_prompt + sequence.generated] if fixed.penalised else _NONE,
-        fixed.bias_ids,
-        fixed.bias,
-        _banned(sequence, fixed),
-    )
+    fixed = _fixed(sequence)
+    row = fixed.row
+    row.counter = sequence.generated
+    row.banned = _banned(sequence, fixed)
+    if fixed.penalised:
+        row.output = sequence.tokens[sequence.num_prompt : sequence.num_prompt + sequence.generated]
+    return row
 
 
 def _banned(sequence: Sequence, fixed: _Fixed) -> np.ndarray:
@@ -133,13 +120,21 @@ def _fixed(sequence: Sequence) -> _Fixed:
 def _fix(sequence: Sequence) -> _Fixed:
     p = sequence.params
     penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-    return _Fixed(
-        penalised,
-        sequence.tokens[: sequence.num_prompt] if penalised else array("i"),
-        np.fromiter(p.logit_bias.keys(), np.int32),
-        np.fromiter(p.logit_bias.values(), np.float32),
-        np.fromiter(sorted(sequence.stop_ids), np.int32),
+    row = SamplingRow(
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.top_k,
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+        -1 if p.logprobs is None else p.logprobs,
+        sequence.seed,
+        prompt=sequence.tokens[: sequence.num_prompt] if penalised else _NONE,
+        bias_ids=np.fromiter(p.logit_bias.keys(), np.int32),
+        bias=np.fromiter(p.logit_bias.values(), np.float32),
     )
+    return _Fixed(penalised, np.fromiter(sorted(sequence.stop_ids), np.int32), row)
 
 
 def logprobs_of(sampled: Sampled) -> TokenLogprobs:

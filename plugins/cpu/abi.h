@@ -1,5 +1,5 @@
 // The C ABI between an engine's compiled code and whoever runs it. Plain C types only; the runtime mirrors these
-// structs with ctypes (runtime/native.py) and refuses a library whose llmc_abi_version() differs.
+// structs with ctypes (runtime/native.py, native_sampler.py) and refuses a library whose llmc_abi_version() differs.
 #pragma once
 #include <stdint.h>
 

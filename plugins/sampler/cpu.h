@@ -13,14 +13,11 @@
 #include <limits>
 
 #include "plugins/cpu/abi.h"
-#include "plugins/cpu/lanes.h"
+#include "plugins/sampler/candidates.h"
 
 namespace llmc::sampler {
 
 constexpr float kGreedyBelow = 1e-5f;
-constexpr float kOne = 1073741824.0f;  // 2^30, the weight of the largest logit
-constexpr int kMaxChunks = 512;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline uint64_t philox(uint64_t key, uint64_t counter) {
   uint32_t c[4] = {uint32_t(counter), uint32_t(counter >> 32), 0, 0};
@@ -36,55 +33,20 @@ inline uint64_t philox(uint64_t key, uint64_t counter) {
   return uint64_t(c[1]) << 32 | c[0];
 }
 
-// Sixteen values from p[i], with `fill` where i + lane >= n.
-inline Lanes load_at(const float* p, int i, int n, float fill) {
-  if (i + kLanes <= n) return load(p + i);
-  return select(iota() < splat(float(n - i)), load(p + i, n - i), splat(fill));
-}
-inline void store_at(float* p, int i, int n, Lanes x) {
-  if (i + kLanes <= n) return store(p + i, x);
-  float part[kLanes];
-  store(part, x);
-  std::copy(part, part + (n - i), p + i);
-}
-
-struct Largest {
-  int id = -1;  // -1: NaN, +infinity or nothing but -infinity
-  float value = 0;
-};
-
-inline Largest find_largest(const float* x, int n) {
-  Lanes best = splat(-kInfinity), where = splat(0), index = iota();
-  uint32_t ordered = 0xffff;
-  for (int i = 0; i < n; i += kLanes) {
-    const Lanes v = load_at(x, i, n, -kInfinity);
-    const Mask better = best < v;
-    ordered &= bits(v >= v);
-    best = select(better, v, best);
-    where = select(better, index, where);
-    index = index + splat(kLanes);
-  }
-  const float value = largest(best);
-  if (ordered != 0xffff || value == kInfinity || value == -kInfinity) return {};
-  float values[kLanes], ids[kLanes];
-  store(values, best);
-  store(ids, where);
-  float id = kInfinity;
-  for (int i = 0; i < kLanes; ++i)
-    if (values[i] == value) id = std::min(id, ids[i]);
-  return {int(id), value};
-}
-
 inline bool changes_logits(const llmc_sampling& p) {
   return p.repetition_penalty != 1 || p.presence_penalty != 0 || p.frequency_penalty != 0 || p.num_bias || p.num_banned;
 }
 
-// x: a copy of the row. counts: scratch of n. Ids outside the vocabulary are passed over.
+// x: a copy of the row. counts: scratch of n, of which only what the history names is touched. Ids outside the vocabulary
+// are passed over.
 inline void change_logits(const llmc_sampling& p, float* x, int n, int32_t* counts) {
   constexpr int32_t in_prompt = 1 << 30;
   if (p.repetition_penalty != 1 || p.presence_penalty != 0 || p.frequency_penalty != 0) {
-    std::fill(counts, counts + n, 0);
     auto valid = [n](int32_t id) { return id >= 0 && id < n; };
+    for (int i = 0; i < p.num_output; ++i)
+      if (valid(p.output[i])) counts[p.output[i]] = 0;
+    for (int i = 0; i < p.num_prompt; ++i)
+      if (valid(p.prompt[i])) counts[p.prompt[i]] = 0;
     for (int i = 0; i < p.num_output; ++i)
       if (valid(p.output[i])) ++counts[p.output[i]];
     for (int i = 0; i < p.num_prompt; ++i)
@@ -108,165 +70,101 @@ inline void change_logits(const llmc_sampling& p, float* x, int n, int32_t* coun
     if (p.banned[i] >= 0 && p.banned[i] < n) x[p.banned[i]] = -kInfinity;
 }
 
-// The row as whole-number weights in `w`, and their sums over chunks.
-struct Weights {
-  float* w;
-  int n, chunk;
-  double sums[kMaxChunks];
-
-  Weights(const float* x, float* weights, int count, float top, float temperature) : w(weights), n(count) {
-    chunk = (n + kLanes * kMaxChunks - 1) / (kLanes * kMaxChunks) * kLanes;
-    const Lanes inverse = splat(1.0f / temperature), shift = splat(top), one = splat(kOne);
-    for (int c = 0; c * chunk < n; ++c) {
-      DoubleLanes total;
-      for (int i = c * chunk; i < std::min(n, (c + 1) * chunk); i += kLanes) {
-        const Lanes e = round_even(exp((load_at(x, i, n, -kInfinity) - shift) * inverse) * one);
-        store_at(w, i, n, e);
-        total.add(e);
-      }
-      sums[c] = sum(total);
+// Of all tokens, at a temperature alone. Sums are kept by chunk, and the weights of one chunk are made again.
+inline int draw_from_all(const Survey& s, const Scale& scale, uint64_t random, const float* next) {
+  uint64_t sums[kMaxChunks], total = 0;
+  const Lanes least = splat(scale.bound(1));
+  for (int c = 0; c < s.chunks; ++c) {
+    WholeSum sum;
+    if (bits(load(s.most + c * kLanes) >= least)) scale.weigh(s, c, next, sum, [](Whole) {});
+    total += sums[c] = sum.total();
+  }
+  auto target = uint64_t(static_cast<unsigned __int128>(random) * total >> 64);
+  int c = 0;
+  for (; target >= sums[c]; ++c) target -= sums[c];
+  for (int i = c * s.chunk;; i += kLanes) {
+    int32_t weights[kLanes];
+    store(weights, scale.weights(load_at(s.x, i, s.n, -kInfinity)));
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (target < uint64_t(weights[lane])) return i + lane;
+      target -= weights[lane];
     }
   }
+}
 
-  double total() const {
-    double result = 0;
-    for (int c = 0; c * chunk < n; ++c) result += sums[c];
-    return result;
-  }
+// A weight that at least k tokens reach: the k-th largest of those of groups' largest logits; 0 where there are too few.
+inline int32_t reached_by(int k, const Survey& s, const Scale& scale) {
+  int32_t most[kMaxChunks * kLanes];
+  const int count = s.chunks * kLanes;
+  if (k > count || Candidates::few(s.n)) return 0;
+  scale.weights(s.most, count, most);
+  return edge_of<false>(most, count, most, count, uint64_t(k)).weight;
+}
 
-  // Drops the weights below `least` from the sums, and on lookup.
-  void sum_from(float least) {
-    const Lanes bound = splat(least), zero = splat(0);
-    for (int c = 0; c * chunk < n; ++c) {
-      DoubleLanes kept;
-      for (int i = c * chunk; i < std::min(n, (c + 1) * chunk); i += kLanes) {
-        const Lanes v = load_at(w, i, n, 0);
-        kept.add(select(v >= bound, v, zero));
-      }
-      sums[c] = sum(kept);
+// What top-p asks for of a mass; one token is always left.
+inline uint64_t share(const llmc_sampling& p, uint64_t mass) {
+  return uint64_t(std::max(1.0, std::ceil(double(p.top_p) * double(mass))));
+}
+
+// Finds candidates that hold the share which top-p asks for, and where it ends. `next`: as of draw.
+inline Edge find_share(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
+  if (!Candidates::few(s.n)) {
+    double members;
+    int32_t least = Sample(s, scale).cut(1 - double(p.top_p), &members);
+    for (; members < 0.4 * s.n && found.find_and_weigh(least, next); least = std::max(least / 16, 1)) {
+      const Edge edge = found.edge_of_mass(share(p, found.mass()), true);
+      if (edge.reached >= share(p, found.mass())) return edge;
     }
   }
+  found.take_all();
+  return found.edge_of_mass(share(p, found.mass()), true);
+}
 
-  // The first id at which the running sum over weights >= least exceeds `target`.
-  int lookup(uint64_t target, float least) const {
-    int c = 0;
-    for (; target >= uint64_t(sums[c]); ++c) target -= uint64_t(sums[c]);
-    for (int i = c * chunk;; ++i) {
-      const uint64_t weight = w[i] >= least ? uint64_t(w[i]) : 0;
-      if (target < weight) return i;
-      target -= weight;
-    }
-  }
-
-  // Ids of weight >= least, ascending.
-  int gather(float least, int32_t* ids) const {
-    int count = 0;
-    const Lanes bound = splat(least);
-    for (int i = 0; i < n; i += kLanes)
-      for (uint32_t m = bits(load_at(w, i, n, -1) >= bound); m; m &= m - 1) ids[count++] = i + __builtin_ctz(m);
-    return count;
-  }
-
-  // A weight that at least k candidates reach: the k-th largest among the maxima of disjoint groups. scratch: n.
-  float reached_by(int k, int32_t* scratch) const {
-    constexpr int span = 16;  // vectors; each lane of them is a group
-    const int groups = (n + span * kLanes - 1) / (span * kLanes) * kLanes;
-    if (k > groups || groups > n) return 0;
-    for (int g = 0; g < groups; g += kLanes) {
-      Lanes most = splat(0);
-      for (int i = g * span; i < std::min(n, (g + kLanes) * span); i += kLanes) most = max(most, load_at(w, i, n, 0));
-      float values[kLanes];
-      store(values, most);
-      std::memcpy(scratch + g, values, sizeof values);
-    }
-    // Floats that are not negative order as their bits do.
-    std::nth_element(scratch, scratch + (k - 1), scratch + groups, [](int32_t a, int32_t b) { return a > b; });
-    float value;
-    std::memcpy(&value, scratch + (k - 1), sizeof value);
-    return value;
-  }
-};
-
-// A beginning of the candidates' order: all weights above `weight` and `ties` of those equal to it.
-struct Prefix {
-  float weight;
-  int ties;
+// What truncation leaves: tokens that weigh `least` or more, and their mass.
+struct Kept {
+  int32_t least;
   uint64_t mass;
-  int first_tie, end_tie;  // where in `ids` those of that very weight stand
 };
 
-// The shortest beginning of ids[0, count) that has `limit` members or reaches `mass`; all of it where none does.
-// Permutes ids: a quickselect that carries sums along.
-inline Prefix shortest_prefix(const float* w, int32_t* ids, int count, int limit, uint64_t mass) {
-  int low = 0, high = count;
-  uint64_t before = 0;
-  while (low < high) {
-    const float a = w[ids[low]], b = w[ids[(low + high) / 2]], c = w[ids[high - 1]];
-    const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
-    int above = low, below = high;
-    uint64_t heavier = before;
-    for (int i = low; i < below;) {
-      const float v = w[ids[i]];
-      if (v > pivot) {
-        heavier += uint64_t(v);
-        std::swap(ids[above++], ids[i++]);
-      } else if (v < pivot) {
-        std::swap(ids[i], ids[--below]);
-      } else {
-        ++i;
-      }
+// Finds what top-k, top-p and min-p leave, having zeroed the ties beyond.
+inline Kept truncate(const llmc_sampling& p, const Survey& s, const Scale& scale, const float* next, Candidates& found) {
+  const bool by_count = p.top_k > 0 && p.top_k < s.n, by_mass = p.top_p < 1;
+  const auto floor = p.min_p > 0 ? int32_t(std::ceil(std::min(double(p.min_p), 1.0) * kOne)) : 0;
+  Edge edge;
+  uint64_t ties = 0, mass = 0;
+  if (by_count) {
+    // Top-p takes its share of all that top-k leaves; without it what min-p drops need not be found.
+    const int32_t least = std::max(reached_by(p.top_k, s, scale), by_mass ? 0 : floor);
+    least > 0 ? found.find(least) : found.take_all();
+    if (p.top_k < found.count()) {
+      edge = found.edge_of_count(p.top_k);
+      ties = p.top_k - edge.above;
+      mass = found.mass_from(edge.weight + 1) + ties * edge.weight;
+    } else {
+      mass = found.mass_from(0);
     }
-    if (above >= limit || (above > low && heavier >= mass)) {
-      high = above;
-      continue;
-    }
-    const int equal = below - above, room = std::min(limit - above, equal);
-    const auto each = uint64_t(pivot);
-    const uint64_t missing = mass > heavier ? mass - heavier : 1;
-    const int ties = each && (missing - 1) / each < uint64_t(room) ? int((missing - 1) / each) + 1 : room;
-    const uint64_t reached = heavier + each * ties;
-    if (above + ties == limit || reached >= mass || below == count) return {pivot, ties, reached, above, below};
-    before = reached;
-    low = below;
+  } else if (!by_mass) {
+    found.find(floor);
   }
-  return {0, 0, before, 0, 0};
+  if (by_mass) {
+    edge = by_count ? found.edge_of_mass(share(p, mass), false) : find_share(p, s, scale, next, found);
+    const uint64_t wanted = share(p, by_count ? mass : found.mass());
+    ties = (wanted - edge.above + edge.weight - 1) / edge.weight;  // not beyond those of top-k: its mass holds the share
+    mass = edge.above + ties * edge.weight;
+  }
+  if (ties < uint64_t(edge.equals)) found.drop_ties(edge.weight, int(ties));
+  if (floor > edge.weight) return {floor, found.mass_from(floor)};
+  return {edge.weight, mass};
 }
 
-// Applies top-k, top-p and min-p; returns the least weight that is kept, having zeroed the ties beyond the prefix.
-inline float truncate(Weights& weights, const llmc_sampling& p, int32_t* ids) {
-  const bool by_count = p.top_k > 0 && p.top_k < weights.n, by_mass = p.top_p < 1;
-  float least = 0;
-  if (by_count || by_mass) {
-    const double mass = weights.total();
-    // No prefix that top-p keeps reaches below a weight which, held by every id, would weigh less than what it drops.
-    const double tail = (1.0 - double(p.top_p)) * mass / weights.n * (1 - 1e-6);
-    const float floor = by_count ? weights.reached_by(p.top_k, ids) : float(tail);
-    const int count = weights.gather(std::min(floor, kOne), ids);
-    const int limit = by_count ? p.top_k : count;
-    auto share = [&p](double all) { return uint64_t(std::max(0.0, std::ceil(double(p.top_p) * all))); };
-    Prefix prefix = shortest_prefix(weights.w, ids, count, limit, by_count ? UINT64_MAX : share(mass));
-    if (by_count && by_mass) prefix = shortest_prefix(weights.w, ids, count, limit, share(double(prefix.mass)));
-    least = prefix.weight;
-    int32_t *first = ids + prefix.first_tie, *end = ids + prefix.end_tie;
-    if (prefix.ties < end - first) {
-      std::nth_element(first, first + prefix.ties, end);
-      for (int32_t* id = first + prefix.ties; id < end; ++id) weights.w[*id] = 0;
-    }
-  }
-  if (p.min_p > 0) {
-    const double bound = std::min(double(p.min_p), 1.0) * kOne;
-    const float near = float(bound);
-    least = std::max(least, double(near) < bound ? std::nextafter(near, kInfinity) : near);
-  }
-  return least;
-}
-
-inline int draw(const float* x, const Largest& top, const llmc_sampling& p, int n, float* scratch, int32_t* ids) {
-  Weights weights(x, scratch, n, top.value, p.temperature);
-  const float least = truncate(weights, p, ids);
-  if (least > 0) weights.sum_from(least);
-  const auto product = static_cast<unsigned __int128>(philox(p.seed, p.counter)) * uint64_t(weights.total());
-  return weights.lookup(uint64_t(product >> 64), least);
+// `next`: the row that will be sampled after this one, or this one again. scratch may be where the row itself is.
+inline int draw(const Survey& s, const llmc_sampling& p, const float* next, float* scratch, int32_t* ids) {
+  const Scale scale(s, p.temperature);
+  const uint64_t random = philox(p.seed, p.counter);
+  if (!(p.top_k > 0 && p.top_k < s.n) && !(p.top_p < 1) && !(p.min_p > 0)) return draw_from_all(s, scale, random, next);
+  Candidates found(s, scale, scratch, ids);
+  const Kept kept = truncate(p, s, scale, next, found);
+  return found.look_up(uint64_t(static_cast<unsigned __int128>(random) * kept.mass >> 64), kept.least);
 }
 
 // The best `count` of the raw row, best first, lower ids first among equals; log-probabilities relative to `log_total`.
@@ -308,25 +206,26 @@ inline double log_of_sum(const float* x, int n, float top) {
   return double(top) + std::log(sum(total));
 }
 
-inline void sample_row(const float* logits, int n, const llmc_sampling& p, llmc_sampled& out, int32_t* top_ids,
-                       float* top_logprobs, int top_stride, float* scratch, int32_t* scratch_ids) {
+// `next`: as of draw.
+inline void sample_row(const float* logits, const float* next, int n, const llmc_sampling& p, llmc_sampled& out,
+                       int32_t* top_ids, float* top_logprobs, int top_stride, float* scratch, int32_t* scratch_ids) {
   out = {-1, 0, 0, 0};
   const int wanted = std::min({p.num_logprobs, n, top_stride});
   for (int i = 0; i < wanted; ++i) top_ids[i] = -1, top_logprobs[i] = -kInfinity;
-  const Largest raw = find_largest(logits, n);
+  auto choose = [&](const Survey& s) { return p.temperature < kGreedyBelow ? s.id : draw(s, p, next, scratch, scratch_ids); };
+  const bool changes = changes_logits(p);
+  const Survey raw(logits, n, changes ? scratch : nullptr);
   if (raw.id < 0) return;
-  const float* x = logits;
-  Largest top = raw;
-  if (changes_logits(p)) {
-    std::copy(logits, logits + n, scratch);
+  if (changes) {
     change_logits(p, scratch, n, scratch_ids);
-    x = scratch;
-    top = find_largest(x, n);
-    if (top.id < 0) return;
+    const Survey changed(scratch, n);
+    if (changed.id < 0) return;
+    out.token = choose(changed);
+  } else {
+    out.token = choose(raw);
   }
-  out.token = p.temperature < kGreedyBelow ? top.id : draw(x, top, p, n, scratch, scratch_ids);
   if (p.num_logprobs < 0) return;
-  const double log_total = log_of_sum(logits, n, raw.value);
+  const double log_total = log_of_sum(logits, n, raw.top);
   out.logprob = float(double(logits[out.token]) - log_total);
   out.rank = rank_of(logits, n, out.token);
   if (wanted > 0) best_of(logits, n, wanted, log_total, top_ids, top_logprobs);
@@ -337,7 +236,10 @@ inline void sample_row(const float* logits, int n, const llmc_sampling& p, llmc_
 extern "C" void llmc_sample(const float* logits, int32_t n, int32_t vocab, const llmc_sampling* params,
                             llmc_sampled* out, int32_t* top_ids, float* top_logprobs, int32_t top_stride,
                             float* scratch, int32_t* scratch_ids) {
-  for (int64_t row = 0; row < n; ++row)
-    llmc::sampler::sample_row(logits + row * vocab, vocab, params[row], out[row], top_ids + row * top_stride,
-                              top_logprobs + row * top_stride, top_stride, scratch, scratch_ids);
+  for (int64_t row = 0; row < n; ++row) {
+    const float* own = logits + row * vocab;
+    llmc::sampler::sample_row(own, row + 1 < n ? own + vocab : own, vocab, params[row], out[row],
+                              top_ids + row * top_stride, top_logprobs + row * top_stride, top_stride, scratch,
+                              scratch_ids);
+  }
 }

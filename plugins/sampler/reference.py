@@ -16,7 +16,7 @@ _ONE = 2.0**30
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
-#: Anything with the fields of `llmc_sampling`, such as `runtime.native.SamplingRow`, which this room may not import.
+#: Anything with the fields of `llmc_sampling`, as `runtime.native_sampler.SamplingRow`, which this room may not import.
 Row = Any
 
 

@@ -112,6 +112,7 @@ EMULATED __m512i _mm512_load_si512(const void* p) {
 }
 EMULATED void _mm512_storeu_ps(void* p, __m512 a) { std::memcpy(p, &a, 64); }
 EMULATED void _mm512_storeu_pd(void* p, __m512d a) { std::memcpy(p, &a, 64); }
+EMULATED void _mm512_storeu_si512(void* p, __m512i a) { std::memcpy(p, &a, 64); }
 EMULATED void _mm512_store_si512(void* p, __m512i a) {
   must_be_aligned(p);
   std::memcpy(p, &a, 64);
@@ -144,6 +145,17 @@ EMULATED __m512i _mm512_inserti32x8(__m512i a, __m256i b, int i) {
 EMULATED __m512 _mm512_mask_blend_ps(__mmask16 m, __m512 a, __m512 b) {
   const auto x = elements<float>(a), y = elements<float>(b);
   return each<__m512, float>([&](int i) { return m >> i & 1 ? y.at[i] : x.at[i]; });
+}
+EMULATED __m512i _mm512_maskz_mov_epi32(__mmask16 m, __m512i a) {
+  const auto x = elements<int32_t>(a);
+  return each<__m512i, int32_t>([&](int i) { return m >> i & 1 ? x.at[i] : 0; });
+}
+EMULATED __m512i _mm512_maskz_compress_epi32(__mmask16 m, __m512i a) {
+  const auto x = elements<int32_t>(a);
+  Elements<int32_t> together{};
+  for (int i = 0, at = 0; i < 16; ++i)
+    if (m >> i & 1) together.at[at++] = x.at[i];
+  return vector_of<__m512i>(together);
 }
 EMULATED __m512 _mm512_mask_mov_ps(__m512 a, __mmask16 m, __m512 b) { return llmc::_mm512_mask_blend_ps(m, a, b); }
 
@@ -229,6 +241,23 @@ EMULATED __m512i _mm512_add_epi32(__m512i a, __m512i b) {
 }
 EMULATED __m512i _mm512_add_epi16(__m512i a, __m512i b) {
   return map<uint16_t>(a, b, [](uint16_t x, uint16_t y) { return uint16_t(x + y); });
+}
+EMULATED __m512i _mm512_add_epi64(__m512i a, __m512i b) {
+  return map<uint64_t>(a, b, [](uint64_t x, uint64_t y) { return x + y; });
+}
+EMULATED __m512i _mm512_srli_epi64(__m512i a, unsigned n) { return map<uint64_t>(a, [=](uint64_t x) { return x >> n; }); }
+template <class F>
+inline __mmask16 compared(__m512i a, __m512i b, const F& f) {
+  const auto x = elements<int32_t>(a), y = elements<int32_t>(b);
+  int mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= int(f(x.at[i], y.at[i])) << i;
+  return __mmask16(mask);
+}
+EMULATED __mmask16 _mm512_cmpgt_epi32_mask(__m512i a, __m512i b) {
+  return compared(a, b, [](int32_t x, int32_t y) { return x > y; });
+}
+EMULATED __mmask16 _mm512_cmpeq_epi32_mask(__m512i a, __m512i b) {
+  return compared(a, b, [](int32_t x, int32_t y) { return x == y; });
 }
 EMULATED __m512i _mm512_max_epu32(__m512i a, __m512i b) {
   return map<uint32_t>(a, b, [](uint32_t x, uint32_t y) { return x > y ? x : y; });

@@ -30,7 +30,8 @@ from llmc.artifacts.types import NUMPY_DTYPES, KVScales, TensorType
 from llmc.plugins import OPERATORS, cpu_launch, linear, paged_attention, rms_norm, rope_cache
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer
 from llmc.plugins.paged_attention.cpu import layer_bytes
-from llmc.runtime.native import RankStruct, SampledStruct, SamplingStruct
+from llmc.runtime.native import RankStruct
+from llmc.runtime.native_sampler import SampledStruct, SamplingStruct
 from tests.unit.plugins.compiled import aligned, compile_library
 from tests.unit.plugins.harness import Library
 from tests.unit.plugins.native_step import Step

@@ -15,7 +15,7 @@ from llmc.builder.cuda.interpret import Address, Launch
 from llmc.builder.cuda.variant import variant
 from llmc.plugins.sampler import reference
 from llmc.plugins.sampler.cuda import launch
-from llmc.runtime.native import SamplingRow
+from llmc.runtime.native_sampler import SamplingRow
 from llmc.runtime.sampling import params_of
 from tests.unit.cuda.compiled import check_cubin, compiled
 from tests.unit.cuda.harness import UNWRITTEN, interpreter

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.plugins.sampler import reference
 from llmc.runtime import native
-from llmc.runtime.native import Sampled, SamplingRow
+from llmc.runtime.native_sampler import Sampled, SampledStruct, SamplingRow, SamplingStruct
 from tests.unit.plugins.compiled import ISAS
 from tests.unit.plugins.native_step import build
 
@@ -218,9 +218,26 @@ def test_rows_are_the_same_on_several_threads() -> None:
         assert sampler.sample(logits[:1], rows[:1]) == alone[:1]
 
 
+def test_a_row_that_is_kept_may_change_where_it_says_so() -> None:
+    logits = np.random.default_rng(4).standard_normal((2, 300)).astype(np.float32)
+    rows = [SamplingRow(2.0, presence_penalty=50.0), SamplingRow(0)]
+    sampler = library(ISAS[0]).sampler(300, 2, 3)
+    best, none, seen = int(logits[1].argmax()), np.empty(0, INT32), array("i")
+    for step in range(30):
+        rows[0].counter, rows[0].output = step, array("i", seen) if step % 3 else none
+        rows[1].banned = np.array([best], INT32) if step % 2 else none
+        found = sampler.sample(logits, rows)
+        assert [s.token for s in found] == [reference.sample(x, row).token for x, row in zip(logits, rows, strict=True)]
+        assert (found[1].token == best) == (step % 2 == 0)
+        seen.append(found[0].token)
+    assert len(set(seen)) > 10
+    rows.reverse()
+    assert sampler.sample(logits, rows)[0].token == reference.sample(logits[0], rows[0]).token
+
+
 def test_structs_are_those_of_the_header() -> None:
-    pairs = {"llmc_rank": native.RankStruct, "llmc_step": native.StepStruct, "llmc_sampling": native.SamplingStruct,
-             "llmc_sampled": native.SampledStruct}  # fmt: skip
+    pairs = {"llmc_rank": native.RankStruct, "llmc_step": native.StepStruct, "llmc_sampling": SamplingStruct,
+             "llmc_sampled": SampledStruct}  # fmt: skip
     lines = [
         '#include "plugins/cpu/abi.h"',
         "#include <cstddef>",
