@@ -115,7 +115,7 @@ def _read_file(descriptor: int, span: _Span) -> np.ndarray:
     data = _allocate(size, "weights")[:size]
     done = 0
     while done < size:
-        count = os.preadv(descriptor, [memoryview(data)[done:]], offset + done)
+        count = os.preadv(descriptor, [data.data[done:]], offset + done)
         if count == 0:
             raise EnvironmentFault(f"the plan's file ends {size - done} bytes too early: it changed while it was read")
         done += count
