@@ -1,7 +1,7 @@
 # make demo    install, fetch a real model, compile it, ask it a question
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
-# make bench   speed beside llama.cpp in the same run, as a table in build/bench.md
+# make bench   speed beside llama.cpp and OpenVINO in the same run, as tables in build/ (README=README.md: there, too)
 # make frontier  throughput over latency of `llmc serve` and of llama.cpp's server, as a picture and a table
 # make soak MINUTES=30   a server under mixed load: no hang, no wrong answer, nothing leaks
 # make gpu     on a machine with an NVIDIA GPU: the tests that need one, then a benchmark beside the roofline
@@ -21,7 +21,10 @@ INSTALLED := $(VENV)/.installed
 MODEL := build/model/SmolLM2-135M-Instruct.Q4_1.gguf
 PLAN := build/smollm2.plan
 REPORT := build/smollm2.build.json
-BENCH_PLANS := build/bench-fp8.plan build/bench-bf16.plan
+# What is measured is built for this machine; TARGET=cpu: as plans are built by default.
+TARGET ?= cpu:native
+LEVEL := $(subst :,-,$(TARGET))
+BENCH_PLANS := $(foreach precision,fp8 int8 bf16 int4,build/bench-$(precision)-$(LEVEL).plan)
 PEER_MODELS := $(foreach kind,Q8_0 F16,build/model/SmolLM2-135M-Instruct.$(kind).gguf)
 ROOMS := artifacts plugins profiles builder calibration runtime cli
 SOURCES := $(shell find llmc artifacts plugins profiles builder calibration -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.yaml')
@@ -46,9 +49,17 @@ unit: $(INSTALLED) $(PLAN)
 	LLMC_TEST_MODEL=$(abspath $(MODEL)) LLMC_TEST_PLAN=$(abspath $(PLAN)) $(BIN)/python -m pytest \
 	  --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
 
-# One rank on all processors: how a single machine is served fastest. Minutes; nothing else should run meanwhile.
+# One rank on all processors: how a single machine is served fastest. A quarter of an hour; nothing else should run meanwhile.
+PEERS = $(BIN)/python -m tests.perf.peers $(if $(README),--readme $(README))
 bench: $(BENCH_PLANS) $(PEER_MODELS) $(VENV)/.bench
-	$(BIN)/python -m tests.perf.peers $(BENCH_PLANS) $(addprefix --against llama.cpp=,$(PEER_MODELS)) --out build/bench.md
+	$(PEERS) build/bench-{fp8,int8}-$(LEVEL).plan --against llama.cpp=$(firstword $(PEER_MODELS)) \
+	  --against openvino=$(firstword $(PEER_MODELS)) --prefill 512 2048 --context 2048 --out build/bench.md
+	$(PEERS) build/bench-bf16-$(LEVEL).plan --against llama.cpp=$(lastword $(PEER_MODELS)) --prefill 512 2048 --context 2048 \
+	  --out build/bench-bf16.md --mark "bench bf16"
+	$(PEERS) build/bench-int4-$(LEVEL).plan --against llama.cpp=$(MODEL) --prefill 512 2048 --context 2048 \
+	  --out build/bench-int4.md --mark "bench int4"
+	$(PEERS) $(firstword $(BENCH_PLANS)) --against llama.cpp=$(firstword $(PEER_MODELS)) --prefill 8192 --batch --context 8192 \
+	  --repeats 3 --out build/bench-long.md --mark "bench long"
 	$(BIN)/llmc bench $(firstword $(BENCH_PLANS)) --plot build/roofline.svg
 
 # About four minutes, in which nothing else should run. The picture of the README is the last one that was made.
@@ -60,11 +71,8 @@ $(VENV)/.bench: $(INSTALLED)
 	$(BIN)/python -m pip install -q -e '.[bench]'
 	touch $@
 
-build/bench-fp8.plan: $(MODEL) $(INSTALLED) $(SOURCES)
-	$(BIN)/llmc build --model $(MODEL) --fp8 -o $@
-
-build/bench-bf16.plan: $(MODEL) $(INSTALLED) $(SOURCES)
-	$(BIN)/llmc build --model $(MODEL) -o $@
+build/bench-%-$(LEVEL).plan: $(MODEL) $(INSTALLED) $(SOURCES)
+	$(BIN)/llmc build --model $(MODEL) $(if $(filter bf16,$*),--dtype bf16,--$*) --target $(TARGET) -o $@
 
 $(PEER_MODELS): $(MODEL) tests/perf/requantize.py
 	$(BIN)/python -m tests.perf.requantize $(MODEL) $(patsubst .%,%,$(suffix $(basename $@))) $@

@@ -23,8 +23,6 @@ from llmc.bench.peer import PeerSystem, parse_peer, peer
 from llmc.bench.roofline import Bound, Costs, bound
 from llmc.bench.work import Timing, Work, measure, works
 
-BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-
 
 def table(
     plans: Sequence[EngineSystem],
@@ -91,13 +89,14 @@ def _rate(timing: Timing) -> str:
     return f"{median:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
 
 
-def replace(readme: Path, text: str) -> None:
-    """Puts the table between the marks; raises ValueError where they are missing."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+def replaced(readme: Path, mark: str, text: str) -> str:
+    """The README with the text between the marks; raises ValueError where they are missing."""
+    first, last = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, begin, rest = readme.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{readme} has no lines {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+        raise ValueError(f"{readme} has no lines {first.strip()} and {last.strip()}")
+    return f"{before}{first}{text}{last}{after}"
 
 
 def main() -> None:
@@ -112,8 +111,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--no-mmap", action="store_true", help="copy the plans' weights, as `llmc serve --no-mmap`")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--readme", type=Path)
+    parser.add_argument("--readme", type=Path, help="write the table between <!-- MARK --> and <!-- end of MARK -->")
+    parser.add_argument("--mark", default="bench")
     options = parser.parse_args()
+    if options.readme is not None:
+        replaced(options.readme, options.mark, "")  # minutes would be lost over marks that are missing
     chosen_peers = [parse_peer(text, None) for text in options.against]
     profiles = [Plan.open(path).manifest.profile for path in options.plans]
     longest = min(profile.max_seq_len for profile in profiles) - options.steps
@@ -138,7 +140,7 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(text)
     if options.readme is not None:
-        replace(options.readme, text)
+        options.readme.write_text(replaced(options.readme, options.mark, text))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.perf.peers import BEGIN, END, replace
+from tests.perf.peers import replaced
 
 
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    replace(readme, "| new |\n")
-    assert readme.read_text() == f"before\n{BEGIN}\n| new |\n{END}\nafter\n"
-    readme.write_text(f"{END}\n{BEGIN}\n")
-    with pytest.raises(ValueError, match=r"README\.md has no lines"):
-        replace(readme, "")
+    readme.write_text("before\n<!-- bench -->\nold\n<!-- end of bench -->\nafter\n")
+    assert replaced(readme, "bench", "| new |\n") == "before\n<!-- bench -->\n| new |\n<!-- end of bench -->\nafter\n"
+    with pytest.raises(ValueError, match="no lines <!-- other --> and <!-- end of other -->"):
+        replaced(readme, "other", "")
+    readme.write_text("<!-- end of bench -->\n<!-- bench -->\n")
+    with pytest.raises(ValueError, match="no lines"):
+        replaced(readme, "bench", "")
