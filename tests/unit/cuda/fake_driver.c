@@ -1,7 +1,9 @@
 // A driver without a GPU, for tests: enough of libcuda.so.1 for cuda-python to load cubins and "launch" them. Memory of
 // the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names; arguments of
 // a launch are read as the cubin's own parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what
-// machine it is; FAKE_CUDA_FREE how much memory is free, in bytes.
+// machine it is; FAKE_CUDA_FREE how much memory is free, in bytes; FAKE_CUDA_GRAPHS how many ready graphs fit into it.
+// Refused as by a driver: more dynamic shared memory than a function was allowed, grids and blocks beyond the limits of
+// the architecture, another number of threads than the kernel was compiled for.
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -11,10 +13,12 @@
 
 typedef int Result;
 typedef struct { const uint8_t* image; int number; } Module;
-typedef struct { Module* module; char name[256]; int count; int size[64]; } Function;
+typedef struct { Module* module; char name[256]; int count; int size[64]; unsigned threads, shared; } Function;
 typedef struct { int number; } Graph;
 
-static int capturing, graphs, modules;
+enum { FREE_SHARED = 48 << 10, INVALID_VALUE = 1, OUT_OF_MEMORY = 2 };
+
+static int capturing, graphs, ready_graphs, modules;
 
 static long long setting(const char* name, long long otherwise) {
   const char* text = getenv(name);
@@ -113,12 +117,23 @@ Result cuStreamEndCapture(void* stream, void** graph) {
   return 0;
 }
 Result cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long flags) {
+  if (ready_graphs >= setting("FAKE_CUDA_GRAPHS", 1 << 30)) {
+    say("full");
+    return OUT_OF_MEMORY;
+  }
+  ++ready_graphs;
   Graph* made = malloc(sizeof *made);
   *made = *(Graph*)graph;
   *ready = made;
   return 0;
 }
 Result cuGraphDestroy(void* graph) { free(graph); return 0; }
+Result cuGraphExecDestroy(void* ready) {
+  say("drop %d", ((Graph*)ready)->number);
+  --ready_graphs;
+  free(ready);
+  return 0;
+}
 Result cuGraphLaunch(void* ready, void* stream) { say("replay %d", ((Graph*)ready)->number); return 0; }
 Result cuEventCreate(void** event, unsigned flags) { *event = (void*)0x6; return 0; }
 Result cuEventRecord(void* event, void* stream) { return 0; }
@@ -147,7 +162,7 @@ Result cuModuleLoadData(void** module, const void* image) {
   return 0;
 }
 
-// Ordinal and size of each parameter stand in the attributes 0x17 of the section .nv.info.<kernel>.
+// Ordinal and size of each parameter stand in the attributes 0x17 of the section .nv.info.<kernel>, threads in 0x10.
 static int read_parameters(Function* function) {
   const uint8_t* b = function->module->image;
   uint64_t table; uint16_t width, count, names;
@@ -171,6 +186,11 @@ static int read_parameters(Function* function) {
         function->size[ordinal] = (int)(word >> 18);
         if (ordinal + 1 > function->count) function->count = ordinal + 1;
       }
+      if (b[at] == 4 && b[at + 1] == 0x10) {
+        uint32_t threads[3];
+        memcpy(threads, b + at + 4, 12);
+        function->threads = threads[0] * threads[1] * threads[2];
+      }
       at += 4 + (b[at] == 4 ? bytes : 0);
     }
     return 0;
@@ -183,17 +203,23 @@ Result cuModuleGetFunction(void** function, void* module, const char* name) {
   made->module = module;
   snprintf(made->name, sizeof made->name, "%s", name);
   if (read_parameters(made)) return 500;
+  made->shared = FREE_SHARED;
   *function = made;
   return 0;
 }
 Result cuFuncSetAttribute(void* function, int attribute, int value) {
+  const int sm = (int)setting("FAKE_CUDA_SM", 90);
+  const int most = (sm == 80 ? 163 : sm == 90 || sm == 100 ? 227 : 99) << 10;
+  if (attribute != 8 || value < 0 || value > most) return INVALID_VALUE;
+  ((Function*)function)->shared = (unsigned)value;
   say("shared %d %d", ((Function*)function)->module->number, value);
   return 0;
 }
 Result cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                       unsigned shared, void* stream, void** arguments, void** extra) {
   const Function* f = function;
-  if (!gx || !gy || !gz) return 1;
+  if (!gx || !gy || !gz || gx > 0x7FFFFFFF || gy > 65535 || gz > 65535) return INVALID_VALUE;
+  if (bx * by * bz != f->threads || bx * by * bz > 1024 || shared > f->shared) return INVALID_VALUE;
   char text[4096];
   int used = 0;
   for (int i = 0; i < f->count; ++i) {
