@@ -10,6 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from llmc.artifacts.errors import EnvironmentFault
+from llmc.artifacts.plan import Plan
 from llmc.cli import main
 from llmc.profiles import CudaTarget, changed_tactics, load_target
 from llmc.runtime.cuda.gpus import Gpu, Survey
@@ -29,7 +30,9 @@ def test_what_is_faster_is_taken_and_what_no_kernel_has_is_not_tried(
     profile.write_text("token_ranges: [{min: 1, max: 32}]\nmax_num_seqs: 8\nmax_seq_len: 64\n")
 
     def seconds(path: Path, repeats: int) -> dict[int, float]:
-        """Sixteen columns are the best, and eight warps the worst."""
+        """Sixteen columns are the best, and eight warps the worst. There are two plans, and nobody has asked them."""
+        assert len(list(path.parent.glob("*.plan"))) == 2
+        assert "golden.json" not in Plan.open(path)
         own = yaml.safe_load(path.with_suffix(".yaml").read_text()).get("linear", {}).get("skinny", {})
         return dict.fromkeys(STEPS, own.get("warps", 4) * 0.1 + own.get("columns", 32) / 16)
 
