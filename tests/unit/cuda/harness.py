@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -34,6 +34,7 @@ from llmc.plugins.cuda.call import (
     Temporary,
 )
 from llmc.plugins.operator import Operator, StepContext
+from llmc.profiles import load_target
 from tests.unit.cuda.backend import MEMORY, architecture, memory, on_gpu, run
 
 #: Elements between the rows of matrices that are no part of them.
@@ -184,7 +185,9 @@ def _nibbles(array: np.ndarray) -> np.ndarray:
 
 
 def launches(operator: Operator, attrs: Any, types: Sequence[TensorType], env: CudaEnv) -> tuple[Any, ...]:
-    """What the plug-in launches."""
+    """What the plug-in launches, by the target's tactics unless the environment has some."""
+    if not env.tactics:
+        env = replace(env, tactics=load_target(f"cuda:sm_{env.sm}").tactics.get(operator.name, {}))
     module = importlib.import_module(f"llmc.plugins.{operator.name}.cuda")
     return tuple(module.launch(attrs, types, operator.infer(attrs, types), env))
 
