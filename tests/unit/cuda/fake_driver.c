@@ -2,7 +2,7 @@
 // the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names; arguments of
 // a launch are read as the cubin's own parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what
 // machine it is; FAKE_CUDA_FREE how much memory is free, in bytes; FAKE_CUDA_GRAPHS how many ready graphs fit into it.
-// Refused as by a driver: more dynamic shared memory than a function was allowed, grids and blocks beyond the limits of
+// A copy to the host of FAKE_CUDA_LOST bytes fails. Refused as by a driver: more dynamic shared memory than a function was allowed, grids and blocks beyond the limits of
 // the architecture, another number of threads than the kernel was compiled for.
 #include <dlfcn.h>
 #include <stdarg.h>
@@ -50,6 +50,7 @@ Result cuDeviceGetAttribute(int* value, int attribute, int device) {
 }
 Result cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(intptr_t)(device + 1); return 0; }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+Result cuCtxSynchronize(void) { say("synchronize"); return 0; }
 Result cuCtxSetCurrent(void* context) { say("device %d", (int)(intptr_t)context - 1); return 0; }
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
   *total = (size_t)80 << 30;
@@ -86,6 +87,7 @@ Result cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t size, void
   return 0;
 }
 Result cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t size, void* stream) {
+  if (size == (size_t)setting("FAKE_CUDA_LOST", -1)) return 700;
   if (!capturing) memcpy(host, (void*)device, size);
   say("download %llx %llx %zu", (unsigned long long)(uintptr_t)host, (unsigned long long)device, size);
   return 0;
