@@ -1,15 +1,17 @@
 // A driver without a GPU, for tests: enough of libcuda.so.1 for cuda-python to load cubins and "launch" them. Memory of
-// the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names; arguments of
-// a launch are read as the cubin's own parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what
-// machine it is; FAKE_CUDA_FREE how much memory is free, in bytes; FAKE_CUDA_GRAPHS how many ready graphs fit into it.
-// A copy to the host of FAKE_CUDA_LOST bytes fails. Refused as by a driver: more dynamic shared memory than a function was allowed, grids and blocks beyond the limits of
-// the architecture, another number of threads than the kernel was compiled for.
+// the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names, or in a file
+// for each process where that is a folder and ends with a slash; arguments of a launch are read as the cubin's own
+// parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what machine it is; FAKE_CUDA_FREE how
+// much memory is free, in bytes; FAKE_CUDA_GRAPHS how many ready graphs fit into it. A copy to the host of
+// FAKE_CUDA_LOST bytes fails. Refused as by a driver: more dynamic shared memory than a function was allowed, grids and
+// blocks beyond the limits of the architecture, another number of threads than the kernel was compiled for.
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef int Result;
 typedef struct { const uint8_t* image; int number; } Module;
@@ -27,6 +29,11 @@ static long long setting(const char* name, long long otherwise) {
 
 static void say(const char* format, ...) {
   const char* path = getenv("FAKE_CUDA_LOG");
+  char own[4096];
+  if (path && *path && path[strlen(path) - 1] == '/') {
+    snprintf(own, sizeof own, "%s%d", path, (int)getpid());
+    path = own;
+  }
   FILE* file = path ? fopen(path, "a") : NULL;
   if (!file) return;
   if (capturing) fputs("captured ", file);
@@ -37,6 +44,9 @@ static void say(const char* format, ...) {
   fputc('\n', file);
   fclose(file);
 }
+
+// For other libraries that use the GPU (fake_nccl.c).
+void fake_driver_note(const char* line) { say("%s", line); }
 
 Result cuInit(unsigned flags) { return 0; }
 Result cuDriverGetVersion(int* version) { *version = (int)setting("FAKE_CUDA_DRIVER", 13000); return 0; }
