@@ -65,6 +65,23 @@ class StepBound:
 
 
 @dataclass(frozen=True)
+class KvShape:
+    """What a layer keeps of a token: `heads` times the widths of a key and a value; `latent`: those of a latent and its
+    rotated part, once for all heads.
+    """
+
+    heads: int
+    first: int
+    second: int
+    latent: bool
+
+    @property
+    def numbers(self) -> int:
+        """Of a token."""
+        return self.heads * (self.first + self.second)
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """One rank. `kv_token`: each attention layer's bytes of a token in the cache; `state_slot`: bytes that a sequence's
     recurrences keep; `activations`: bytes of the largest step's values. `matrix_bytes` and `token_flops`: what a step
@@ -131,15 +148,21 @@ def slowest(ranks: Sequence[RankFacts], step: Step, gpu: Gpu) -> StepBound:
     return max((rank.bound(step, gpu) for rank in ranks), key=lambda bound: bound.seconds)
 
 
-def _kv_token(graph: Graph, kv_dtype: str) -> dict[int, int]:
-    size = NUMPY_DTYPES[kv_dtype].itemsize
-    widths = {}
+def kv_shapes(graph: Graph) -> dict[int, KvShape]:
+    """What each attention layer keeps of a token, by layer."""
+    found = {}
     for node in graph:
         if node.op in _ATTENTION:
             a = node.attrs
             latent = node.op == "latent_attention"
-            widths[a.layer] = a.latent + a.rope if latent else a.kv_heads * (a.head_dim + a.value_dim)
-    return {layer: width * size for layer, width in sorted(widths.items())}
+            widths = (a.latent, a.rope) if latent else (a.head_dim, a.value_dim)
+            found[a.layer] = KvShape(1 if latent else a.kv_heads, *widths, latent)
+    return dict(sorted(found.items()))
+
+
+def _kv_token(graph: Graph, kv_dtype: str) -> dict[int, int]:
+    size = NUMPY_DTYPES[kv_dtype].itemsize
+    return {layer: shape.numbers * size for layer, shape in kv_shapes(graph).items()}
 
 
 def _arena_bytes(graph: Graph, tokens: int, rows: int) -> int:

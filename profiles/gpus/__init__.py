@@ -24,13 +24,13 @@ class Gpu:
     """
 
     name: str
-    device: str
     sm: int
     memory: int
     bandwidth: float
     bf16_flops: float
     fp8_flops: float | None
     link: float
+    device: str = ""
 
 
 def gpu_names() -> list[str]:
