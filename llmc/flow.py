@@ -56,6 +56,7 @@ def build(
     verify_passes: bool = False,
     dump: str | Path | None = None,
     cache: bool = True,
+    self_test: bool = True,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Compiles `model` into the plan `output`; returns what it took and what came of it.
@@ -66,7 +67,8 @@ def build(
     `eval_windows` windows of `eval_length` tokens of `eval_text` (.txt, .jsonl, a folder; default: Python's own
     documentation), and `gate` (see llmc/gate.py; None: the precision's default, of a GPU's engine none; "off": none)
     decides whether the plan is published. `kv_dtype` is one of KV_CACHE_DTYPES, `tactics`: see BuildOptions.
-    `dump` is a folder for the graph after each pass.
+    `dump` is a folder for the graph after each pass. Without `self_test` nothing is compared, nor are answers to golden
+    prompts recorded, for which Hugging Face reads all weights: for plans that are timed and thrown away.
 
     With `cache`, a plan at `output` that is this build already is left as it is, and stages whose inputs are those of
     an earlier build are not run again (~/.cache/llmc); the report says which.
@@ -86,7 +88,7 @@ def build(
     described = load_target(target)
     if gate is None and described.kind != "cpu":
         gate = OFF  # no engine for a GPU is judged unless it is asked for: few machines that build have one
-    exam = make_exam(judged_as(precision, kv_dtype), gate, evaluate, eval_text, eval_windows, eval_length)
+    exam = make_exam(judged_as(precision, kv_dtype), gate, evaluate and self_test, eval_text, eval_windows, eval_length)
     options = BuildOptions(
         precision=precision,
         tp=tp,
@@ -123,13 +125,14 @@ def build(
         files = {name: Path(value) for name, value in named.items() if value is not None}
         # A choice and its default can differ.
         asked = {"fp8_activations": fp8_activations, "fp8_budget": fp8_budget, "lm_head_dtype": lm_head_dtype}
-        settings = {**dataclasses.asdict(options), **exam.settings(), **asked}
+        settings = {**dataclasses.asdict(options), **exam.settings(), **asked, "self_test": self_test}
         key = builds.key(Inputs(Path(model), settings, files))
         report = builds.unchanged(key, Path(output))
     if report is not None:
         report = dataclasses.replace(report, seconds=dict(progress.seconds))
     else:
-        report = _build(checkpoint or _open(model, hashes), Path(output), options, exam, rounding, data, dump, progress)
+        opened = checkpoint or _open(model, hashes)
+        report = _build(opened, Path(output), options, exam, rounding, data, dump, progress, self_test)
         builds.remember(key, Path(output), report)
     if lock is not None:
         pin_plan(Path(lock), Plan.open(output, verify=False))
@@ -145,8 +148,11 @@ def _build(
     calib: Path | None,
     dump: str | Path | None,
     progress: Progress,
+    ask: bool,
 ) -> BuildReport:
-    """What `build` does where the plan is not there yet. Imports the compiler, which takes seconds."""
+    """What `build` does where the plan is not there yet; `ask` says whether the engine is asked anything. Imports the
+    compiler, which takes seconds.
+    """
     from llmc.builder.build import compile_plan, dry_run, resolved_profile
     from llmc.builder.dump import DumpFolder
     from llmc.builder.verdict import Verdict
@@ -175,7 +181,7 @@ def _build(
     options = rounding.resolve(options, table)
 
     def self_test(plan: Path) -> Verdict:
-        return examine(source, plan, exam, text, progress)
+        return examine(source, plan, exam, text, progress) if ask else Verdict({}, {})
 
     settings = exam.settings()
     if options.precision == "fp8" and table is not None and table.budget is not None:

@@ -4,9 +4,10 @@ Comes in: a checkpoint, the shape of a build, a target. Goes out: `Trial`s, the 
 what tactics mean.
 
 One tactic after the other takes the value with which the plan is fastest, the others staying as they are. Each value's
-plan is timed in turn with the best so far, several times over, so that a noisy moment meets both; a value is taken only
-if it wins by more than `MARGIN`, which is more than a busy machine's medians scatter. On a GPU its own clock counts,
-the time between events around each launch, and one plan is timed behind the other, as both may not fit.
+plan is timed in turn with the best so far, several times over, so that a noisy moment meets both, and the slower one is
+deleted; a value is taken only if it wins by more than `MARGIN`, which is more than a busy machine's medians scatter. On
+a GPU its own clock counts, the time between events around each launch, and one plan is timed behind the other, as both
+may not fit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from llmc.runtime.selftest import Probe
 STEPS = (1, 4, 16, 64, 512)
 #: What a value must win, as a geometric mean over the steps.
 MARGIN = 1.02
-#: What each number of a blocking of products may be on a GPU (plugins/cuda/tiles.py). The first one changes every
+#: What each number of a blocking may be on a GPU: of products (plugins/cuda/tiles.py), and of attention
+#: (plugins/cuda/partitions.py). The first one changes every
 #: kernel that is cut so: where it changes nothing, a model has none, and the others are not tried.
 FIRST = "warps"
 CUDA_CHOICES: Mapping[str, tuple[int, ...]] = {
@@ -47,6 +49,8 @@ CUDA_CHOICES: Mapping[str, tuple[int, ...]] = {
     "columns": (16, 32, 64, 128),
     "depth_bytes": (64, 128, 256),
     "stages": (2, 3, 4, 5),
+    "keys": (16, 32, 64, 128),
+    "partition": (128, 256, 512, 1024),
 }
 
 
@@ -90,25 +94,27 @@ def tune(
             named = folder / f"{'-'.join(map(str, tactics.values()))}.yaml"
             named.write_text(kind.file(tactics))
             path = named.with_suffix(".plan")
-            if not path.exists():
-                flow.build(model, path, target=target, tactics=named, evaluate=False, **shape)  # type: ignore[arg-type]
+            flow.build(model, path, target=target, tactics=named, self_test=False, **shape)  # type: ignore[arg-type]
             return path
 
+        ours = plan(best)
         for key, values in kind.choices.items():
             blocking, _, number = key.rpartition(".")
             for value in [value for value in values if value != best[key]]:
                 candidate = {**best, key: value}
-                ours, theirs = plan(best), None if blocking in unused else _if_it_fits(plan, candidate)
+                theirs = None if blocking in unused else _if_it_fits(plan, candidate)
                 if theirs is None:
                     continue
-                if _code(ours) == _code(theirs):
-                    if number == FIRST:
-                        unused.add(blocking)
-                    continue
-                trial = Trial(key, value, kind.ratios(ours, theirs, repeats))
-                taken = trial.gain > MARGIN
-                tell(trial, taken)
-                best = candidate if taken else best
+                taken = False
+                if _code(ours) != _code(theirs):
+                    trial = Trial(key, value, kind.ratios(ours, theirs, repeats))
+                    taken = trial.gain > MARGIN
+                    tell(trial, taken)
+                elif number == FIRST:
+                    unused.add(blocking)
+                if taken:
+                    best, ours, theirs = candidate, theirs, ours
+                theirs.unlink()  # a plan holds all weights: there are never more than two
     return kind.file(best)
 
 
@@ -128,7 +134,7 @@ def _kind(target: str, tp: int) -> _Kind:
 
 
 def _flat(target: CudaTarget) -> dict[str, int]:
-    """The blockings of products, as `operator.blocking.number`."""
+    """The blockings of products and attention, as `operator.blocking.number`."""
     return {
         f"{op}.{blocking}.{number}": value
         for op, blockings in target.tactics.items()

@@ -3,7 +3,7 @@
 Comes in: names or paths. Goes out: `ShapeProfile`, `TargetDescription`, `Tactics`, `Gpu`.
 """
 
-from llmc.profiles.gpus import Gpu, gpu_names, load_gpu
+from llmc.profiles.gpus import Gpu, gpu_names, gpu_of_device, load_gpu
 from llmc.profiles.loader import load_profile, profile_names
 from llmc.profiles.tactics import Tactics
 from llmc.profiles.targets import (
@@ -32,6 +32,7 @@ __all__ = [
     "changed_tactics",
     "faster_level",
     "gpu_names",
+    "gpu_of_device",
     "load_cpu_target",
     "load_gpu",
     "load_profile",

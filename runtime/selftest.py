@@ -13,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from llmc.artifacts.errors import PlanError
 from llmc.artifacts.plan import Plan
 from llmc.artifacts.schema import ShapeProfile
 from llmc.artifacts.verify import Finding
@@ -116,6 +117,10 @@ class Probe:
 def check_golden(path: Path) -> list[Finding]:
     """Answers the plan's golden prompts again: the same tokens as when it was built, or what differs."""
     plan = Plan.open(path)
+    if GOLDEN not in plan:
+        raise PlanError(
+            f"{path}: it was built without a self test, for timing: it has no golden answers; build it again"
+        )
     golden = json.loads(bytes(plan.section(GOLDEN)))
     findings = []
     with Probe(plan) as probe:

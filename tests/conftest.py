@@ -77,3 +77,11 @@ def real_gguf() -> Path:
 def smollm2_plan() -> Path:
     """The FP8 tp 2 plan of SmolLM2 that `make demo` builds."""
     return _path("LLMC_TEST_PLAN", "build/smollm2.plan")
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a libcuda.so.1 that only records."""
+    from tests.unit.cuda.recording import compile_driver
+
+    return compile_driver(tmp_path_factory.mktemp("driver"))

@@ -13,9 +13,10 @@ from functools import reduce
 from operator import add
 
 from llmc.artifacts.errors import UsageError
+from llmc.builder.capacity.kv import give_kv
 from llmc.builder.capacity.model import RankFacts, StepBound, peak, slowest
 from llmc.builder.capacity.sheet import Sheet, formatted
-from llmc.builder.page.costs import Step
+from llmc.builder.page.costs import Step, kv_shapes
 from llmc.profiles import Gpu
 
 
@@ -122,8 +123,7 @@ def _memory(sheet: Sheet, model: ModelFacts, gpu: Gpu, workload: Workload) -> No
     sheet.give("weights", sum(rank.weights for rank in ranks), "B", "of all ranks, as they are stored")
     sheet.give("rank_weights", max(rank.weights for rank in ranks), "B", largest)
     sheet.give("activations", max(rank.activations for rank in ranks), "B", f"values of a step of {model.chunk} tokens")
-    sheet.give("kv_token", sum(rank.kv_bytes for rank in ranks), "B", f"keys and values of a token in {model.kv_dtype}")
-    sheet.give("rank_kv_token", max(rank.kv_bytes for rank in ranks), "B", largest)
+    give_kv(sheet, [kv_shapes(rank.graph) for rank in ranks], model.kv_dtype)
     sheet.give("state", max(rank.state_slot for rank in ranks), "B", "recurrent state of a sequence, of a rank")
     sheet.give("block", model.block_size, "tokens", "of a KV block, from the shape profile")
     sheet.give("context", workload.context, "tokens", "prompt and answer of a sequence")

@@ -7,12 +7,13 @@ know: how launches were bound, Triton.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from llmc.artifacts.cuda_program import (
     VERSION,
     Address,
     AllReduce,
+    Argument,
     CudaProgram,
     Kernel,
     Launch,
@@ -22,13 +23,16 @@ from llmc.artifacts.cuda_program import (
 )
 from llmc.artifacts.errors import UnsupportedError
 from llmc.builder.cuda.compile import CudaCompiler
-from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS, Cubin, resources
+from llmc.builder.cuda.cubin import SCRATCH_PARAMETERS, Cubin, Resources, resources
 from llmc.builder.cuda.program import BoundCall, CudaLowered, CudaRank, StepCode
 from llmc.builder.cuda.variant import Variant
+from llmc.builder.ir import GraphError
 
 #: Threads of a warp.
 _WARP = 32
 _ONE = (Product((1,)),)
+#: Bytes of an argument: an address, or an i32 or f32.
+_POINTER, _NUMBER = 8, 4
 
 
 def variants(lowered: CudaLowered) -> list[Variant]:
@@ -88,7 +92,8 @@ def _section(cubin: Cubin) -> str:
 def rank_program(lowered: CudaLowered, program: CudaRank, cubins: Mapping[Variant, Cubin]) -> CudaProgram:
     """The program of one rank."""
     kernels: dict[Kernel, int] = {}
-    steps = tuple(_steps(code, cubins, kernels) for code in program.steps)
+    tables = {variant: resources(cubin.code) for variant, cubin in cubins.items()}
+    steps = tuple(_steps(code, cubins, tables, kernels) for code in program.steps)
     return CudaProgram(
         version=VERSION,
         rank=program.rank,
@@ -110,8 +115,10 @@ def rank_program(lowered: CudaLowered, program: CudaRank, cubins: Mapping[Varian
     )
 
 
-def _steps(code: StepCode, cubins: Mapping[Variant, Cubin], kernels: dict[Kernel, int]) -> Steps:
-    """`kernels` numbers those of the rank, and grows."""
+def _steps(
+    code: StepCode, cubins: Mapping[Variant, Cubin], tables: Mapping[Variant, Resources], kernels: dict[Kernel, int]
+) -> Steps:
+    """`kernels` numbers those of the rank, and grows; `tables`: what cubins say of themselves."""
     launches: list[Launch | AllReduce] = []
     for bound in code.launches:
         if not isinstance(bound, BoundCall):
@@ -127,12 +134,28 @@ def _steps(code: StepCode, cubins: Mapping[Variant, Cubin], kernels: dict[Kernel
             parameters=cubin.parameters,
         )
         x, y, z = [*bound.call.grid, _ONE, _ONE][:3]
+        args = (*bound.args, *(Address("null") for _ in SCRATCH_PARAMETERS))
+        _check(f"{bound.node.op} @{bound.node.path}", kernel, args, tables[bound.variant])
         launches.append(
             Launch(
                 kernel=kernels.setdefault(kernel, len(kernels)),
-                args=(*bound.args, *(Address("null") for _ in SCRATCH_PARAMETERS)),
+                args=args,
                 grid=(x, y, z),
                 node=f"{bound.node.op} @{bound.node.path}",
             )
         )
     return Steps(code.decode, code.least, code.most, code.rows, tuple(launches))
+
+
+def _check(where: str, kernel: Kernel, args: Sequence[Argument], table: Resources) -> None:
+    """A launch must pass what the cubin's own parameter table takes, as a driver reads as many bytes as that says.
+    Raises GraphError, which is a defect of this compiler or of Triton.
+    """
+    passed = [_POINTER if isinstance(arg, Address) else _NUMBER for arg in args]
+    taken = [parameter.size for parameter in table.parameters]
+    found = (table.entry, table.threads, taken)
+    if found != (kernel.entry, kernel.threads, passed):
+        raise GraphError(
+            f"{where}: {kernel.entry} is launched with {kernel.threads} threads and arguments of {passed} bytes, and "
+            f"its cubin has {table.entry} with {table.threads} threads and parameters of {taken} bytes"
+        )

@@ -64,7 +64,7 @@ class CudaCompiler:
         more shared memory than the architecture has.
         """
         distinct = list(dict.fromkeys(variants))
-        keys = {variant: self._key(variant) for variant in distinct}
+        keys = {variant: self.key(variant) for variant in distinct}
         made = {variant: cubin for variant in distinct if (cubin := self._stored(keys[variant])) is not None}
         done(len(made))
         missing = [variant for variant in distinct if variant not in made]
@@ -89,7 +89,8 @@ class CudaCompiler:
             _check_memory(variant, success.cubin)
         return [(made[variant].cubin, made[variant].ptx) for variant in variants]
 
-    def _key(self, variant: Variant) -> str:
+    def key(self, variant: Variant) -> str:
+        """What its cubin is kept under."""
         return variant.key(_CACHE_FORMAT, self.version, str(PTX_VERSION), str(FP_FUSION))
 
     def _stored(self, key: str) -> Cubin | None:
@@ -104,7 +105,7 @@ class CudaCompiler:
         made: list[tuple[Variant, Success]] = []
 
         def drive() -> None:
-            with _worker(folder) as worker:
+            with worker_process(folder) as worker:
                 try:
                     for variant in waiting:
                         made.append((variant, worker.compile(variant)))
@@ -121,7 +122,7 @@ class CudaCompiler:
 
 
 @contextmanager
-def _worker(folder: str) -> Iterator[_Worker]:
+def worker_process(folder: str) -> Iterator[WorkerProcess]:
     """A process of `worker.py`; `folder` is for Triton's own cache, which goes when the build ends."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)}
     environment |= {"TRITON_CACHE_DIR": folder, "TRITON_DISABLE_LINE_INFO": "1", "LC_ALL": "C"}
@@ -130,11 +131,13 @@ def _worker(folder: str) -> Iterator[_Worker]:
         tempfile.TemporaryFile() as log,
         subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, env=environment) as process,
     ):
-        yield _Worker(process, log)
+        yield WorkerProcess(process, log)
 
 
 @dataclass(frozen=True)
-class _Worker:
+class WorkerProcess:
+    """Compiles one variant after the other."""
+
     process: subprocess.Popen[bytes]
     log: IO[bytes]
 

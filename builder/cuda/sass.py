@@ -1,6 +1,6 @@
 """Which instructions a cubin is made of, as NVIDIA's disassembler has it: Triton brings one along.
 
-Comes in: a cubin's bytes. Goes out: how often each instruction stands in it. Must not know: kernels.
+Comes in: a cubin's bytes. Goes out: its instructions, and how often each stands in it. Must not know: kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def instructions(code: bytes) -> Counter[str]:
-    """Instruction with its modifiers (HMMA.16816.F32.BF16) -> how often it stands in the code.
+def listing(code: bytes) -> list[str]:
+    """Instructions with their modifiers (HMMA.16816.F32.BF16) in the order of the code.
 
     Raises EnvironmentFault where there is no disassembler, or it cannot read the cubin.
     """
@@ -46,7 +46,12 @@ def instructions(code: bytes) -> Counter[str]:
         done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentFault(f"{tool} cannot read the cubin: {(done.stderr or done.stdout).strip()}")
-    return Counter(_INSTRUCTION.findall(done.stdout))
+    return _INSTRUCTION.findall(done.stdout)
+
+
+def instructions(code: bytes) -> Counter[str]:
+    """Instruction -> how often it stands in the code. Raises EnvironmentFault as `listing` does."""
+    return Counter(listing(code))
 
 
 def tensor_cores(code: bytes) -> dict[str, int]:

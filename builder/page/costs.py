@@ -26,6 +26,23 @@ WEIGHT_SPACES = ("weights", "shared")
 
 
 @dataclass(frozen=True)
+class KvShape:
+    """What a layer keeps of a token: `heads` times the widths of a key and a value; `latent`: those of a latent and its
+    rotated part, once for all heads.
+    """
+
+    heads: int
+    first: int
+    second: int
+    latent: bool
+
+    @property
+    def numbers(self) -> int:
+        """Of a token."""
+        return self.heads * (self.first + self.second)
+
+
+@dataclass(frozen=True)
 class Step:
     """`sequences` compute `tokens` tokens, as many each, and then hold `context` each; logits are wanted of `rows`
     tokens.
@@ -102,16 +119,21 @@ def launch_costs(program: CpuRank, launches: tuple[Launch, ...], step: Step) -> 
     ]
 
 
-def kv_numbers(graph: Graph) -> dict[int, int]:
-    """How many numbers of a token each attention layer keeps in the cache. A latent is key and value at once."""
+def kv_shapes(graph: Graph) -> dict[int, KvShape]:
+    """What each attention layer keeps of a token, by layer."""
     found = {}
     for node in graph:
         a = node.attrs
         if node.op == "paged_attention":
-            found[a.layer] = a.kv_heads * (a.head_dim + a.value_dim)
+            found[a.layer] = KvShape(a.kv_heads, a.head_dim, a.value_dim, False)
         elif node.op == "latent_attention":
-            found[a.layer] = a.latent + a.rope
+            found[a.layer] = KvShape(1, a.latent, a.rope, True)
     return dict(sorted(found.items()))
+
+
+def kv_numbers(graph: Graph) -> dict[int, int]:
+    """How many numbers of a token each attention layer keeps in the cache."""
+    return {layer: shape.numbers for layer, shape in kv_shapes(graph).items()}
 
 
 def kv_token_bytes(graph: Graph, layers: Iterable[KVLayer]) -> dict[int, int]:

@@ -23,6 +23,7 @@ from llmc.plugins import cuda_launch
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import CudaCall, CudaEnv
 from llmc.plugins.paged_attention.cuda import layer_bytes
+from llmc.profiles import CudaTarget, load_target
 
 #: Operators of the cache -> whether they write it.
 _WRITES = {"rope_cache": True, "paged_attention": False}
@@ -39,6 +40,9 @@ class PagedCache:
         self._plugins, self._profile, self._kv_dtype = plugins, profile, kv_dtype
         tokens = (1, profile.max_num_batched_tokens)
         self._env = CudaEnv(sm, tokens, decode=False, block_size=profile.block_size, kv_dtype=kv_dtype)
+        described = load_target(f"cuda:sm_{sm}")
+        assert isinstance(described, CudaTarget)
+        self._tactics = described.tactics  # the kernels are those of the cuda target
         blocks = -(-profile.max_seq_len // profile.block_size)
         self.inputs: dict[str, tuple[str, tuple[Dim, ...]]] = {
             "positions": ("i32", ("T",)),
@@ -58,7 +62,9 @@ class PagedCache:
         types = [e.types[name] for name in node.inputs]
         launch = cuda_launch(node.op)
         assert launch is not None
-        calls = launch(node.attrs, types, node.types, replace(self._env, kv_block_bytes=self._layer_bytes(node)))
+        tactics = self._tactics.get(node.op, {})
+        env = replace(self._env, kv_block_bytes=self._layer_bytes(node), tactics=tactics)
+        calls = launch(node.attrs, types, node.types, env)
         if len(calls) != 1 or not isinstance(calls[0], CudaCall):
             raise ValueError(f"it takes {len(calls)} launches, and a plug-in has one")
         values = {Pointer("in", i): kind for i, kind in enumerate(types)}

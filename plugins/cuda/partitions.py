@@ -3,6 +3,11 @@
 Comes in: the largest context, widths. Goes out: numbers, temporaries and `CudaCall`s. Must not know: builder, runtime.
 
 Partitions are of absolute positions and joined in order, so that a sequence's values depend on no other sequence.
+
+Tactics of attention name a blocking for decode steps, `decode`, and for steps of any mixture, `mixed` (of
+paged_attention `mixed_wide` where heads are wider than 64). Each has the `keys` that a tile looks at together and
+`rows` of queries in it (a decode's rows are the heads that share a KV head; both are fewer where heads are wide),
+`warps`, and `stages`: tiles of keys that are under way at once. A decode has the least `partition`, in positions.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from dataclasses import dataclass
 from llmc.plugins.cuda.call import Arg, CudaCall, CudaEnv, Product, StepArray, Temporary
 from llmc.plugins.cuda.rows import power_of_two
 
-#: A context is divided into parts of at least so many positions, and into at most so many parts.
-_LEAST_PARTITION, _MOST_PARTITIONS = 256, 32
+#: A context is divided into at most so many parts.
+_MOST_PARTITIONS = 32
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,8 @@ class Partitions:
 
 
 def partitions(env: CudaEnv, tactics: Mapping[str, int], visible: int | None = None) -> Partitions:
-    """Of the largest context that the plan serves; the tactic `partition` sets the size."""
-    least = max(_LEAST_PARTITION, power_of_two(-(-env.max_context // _MOST_PARTITIONS)))
-    size = tactics.get("partition", least)
+    """Of the largest context that the plan serves; the tactic `partition` is the least size."""
+    size = max(tactics["partition"], power_of_two(-(-env.max_context // _MOST_PARTITIONS)))
     count = -(-env.max_context // size)
     if visible is not None:
         count = min(count, -(-(visible - 1) // size) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import Pointer, RowStride
@@ -12,11 +12,9 @@ from llmc.plugins.cuda.partitions import combine, partitions
 from llmc.plugins.cuda.rows import power_of_two
 from llmc.plugins.latent_attention import Attrs
 
-#: Rows of a tile: their sums, as wide as a latent, lie in registers.
-_ROWS = 32
 _LEAST_WIDTH = 16
-#: Architectures with the shared memory for a tile of 32 wide latents, twice (CUDA C++ Programming Guide).
-_LARGE_SHARED = (80, 90, 100)
+#: Warps, at most, for latents of up to so many numbers: more would have nothing to do.
+_SMALL, _SMALL_WARPS = 128, 4
 
 
 def layer_bytes(latent: int, rope: int, block_size: int, kv_dtype: str) -> int:
@@ -31,16 +29,19 @@ def layer_bytes(latent: int, rope: int, block_size: int, kv_dtype: str) -> int:
 def launch(
     attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: CudaEnv
 ) -> tuple[CudaCall, ...]:
-    """As for paged_attention: parts of every context and their sum, or tiles of queries."""
+    """As for paged_attention: parts of every context and their sum, or tiles of queries. The sums of a tile's rows, as
+    wide as a latent, lie in registers.
+    """
     a = attrs
     layer_bytes(a.latent, a.rope, env.block_size, env.kv_dtype)
     return _decode(a, env) if env.decode else (_mixed(a, env),)
 
 
 def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
-    parts = partitions(env, env.tactics.get("decode", {}))
+    tactics = env.tactics["decode"]
+    parts = partitions(env, tactics)
     between = parts.between(a.heads, a.latent)
-    args, constexprs, warps = _common(a, env)
+    args, constexprs = _common(a, env, tactics)
     first = CudaCall(
         kernel="latent_attention.kernels:decode",
         args=args | {name: arg for name, arg in between.items() if arg is not None},
@@ -49,8 +50,9 @@ def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
             **constexprs,
             **parts.constexprs(a.heads),
         },
-        grid=((Product(("num_seqs",)),), (Product((a.heads,), _ROWS),), parts.axis()),
-        num_warps=warps,
+        grid=((Product(("num_seqs",)),), (Product((a.heads,), tactics["rows"]),), parts.axis()),
+        num_warps=_warps(a, tactics),
+        num_stages=tactics["stages"],
         narrow=frozenset({0, 1}),
     )
     if parts.count == 1:
@@ -59,21 +61,33 @@ def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
 
 
 def _mixed(a: Attrs, env: CudaEnv) -> CudaCall:
-    args, constexprs, warps = _common(a, env)
-    together = min(_ROWS, power_of_two(a.heads))
-    tokens = _ROWS // together
+    tactics = env.tactics["mixed"]
+    args, constexprs = _common(a, env, tactics)
+    together = min(tactics["rows"], power_of_two(a.heads))
+    tokens = tactics["rows"] // together
     return CudaCall(
         kernel="latent_attention.kernels:mixed",
         args=args | {"query_start": StepArray("query_start"), "num_seqs": Symbol("num_seqs")},
         constexprs={**constexprs, "HEADS": a.heads, "TOKENS": tokens},
         grid=((Product(("T",), tokens), Product(("num_seqs",))), (Product((a.heads,), together),)),
-        num_warps=warps,
+        num_warps=_warps(a, tactics),
+        num_stages=tactics["stages"],
         narrow=frozenset({0, 1}),
     )
 
 
-def _common(a: Attrs, env: CudaEnv) -> tuple[dict[str, Arg], dict[str, int | float | bool | str | None], int]:
-    """What both kernels take, and their warps."""
+def _block(a: Attrs) -> int:
+    return max(_LEAST_WIDTH, power_of_two(a.latent))
+
+
+def _warps(a: Attrs, tactics: Mapping[str, int]) -> int:
+    return tactics["warps"] if _block(a) > _SMALL else min(tactics["warps"], _SMALL_WARPS)
+
+
+def _common(
+    a: Attrs, env: CudaEnv, tactics: Mapping[str, int]
+) -> tuple[dict[str, Arg], dict[str, int | float | bool | str | None]]:
+    """What both kernels take."""
     args: dict[str, Arg] = {
         "q": Pointer("in", 0),
         "q_rope": Pointer("in", 1),
@@ -87,16 +101,14 @@ def _common(a: Attrs, env: CudaEnv) -> tuple[dict[str, Arg], dict[str, int | flo
         "table_stride": Symbol("table_stride"),
         "scale": float(a.scale),
     }
-    block = max(_LEAST_WIDTH, power_of_two(a.latent))
-    keys = 32 if block <= 256 or env.sm in _LARGE_SHARED else 16
     constexprs: dict[str, int | float | bool | str | None] = {
-        "ROWS": _ROWS,
-        "KEYS": keys,
+        "ROWS": tactics["rows"],
+        "KEYS": tactics["keys"],
         "LATENT": a.latent,
-        "LATENT_BLOCK": block,
+        "LATENT_BLOCK": _block(a),
         "ROPE": a.rope,
         "ROPE_BLOCK": max(_LEAST_WIDTH, power_of_two(a.rope)),
         "BLOCK_SIZE": env.block_size,
         "BLOCK_STRIDE": env.kv_block_bytes // NUMPY_DTYPES[env.kv_dtype].itemsize,
     }
-    return args, constexprs, 8 if block > 128 else 4
+    return args, constexprs

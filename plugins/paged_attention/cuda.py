@@ -12,10 +12,10 @@ from llmc.plugins.cuda.partitions import combine, partitions
 from llmc.plugins.cuda.rows import power_of_two
 from llmc.plugins.paged_attention import Attrs
 
-#: Architectures whose tensor cores leave their sums, or read operands, outside a warp's registers.
-_WARP_GROUPS = (90, 100)
 #: The least operand of a product on tensor cores.
 _LEAST_ROWS = 16
+#: Heads wider than this are cut by tactics of their own, `mixed_wide`.
+_WIDE = 64
 
 Constexprs = dict[str, int | float | bool | str | None]
 
@@ -28,8 +28,7 @@ def layer_bytes(kv_heads: int, head_dim: int, v_dim: int, block_size: int, kv_dt
 def launch(
     attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: CudaEnv
 ) -> tuple[CudaCall, ...]:
-    """For decode the parts of every context at once and then their sum, else tiles of queries. Tactics "decode":
-    `partition`, `keys`, `num_warps`, `num_stages`; "mixed": `rows`, `keys`, `num_warps`, `num_stages`.
+    """For decode the parts of every context at once and then their sum, else tiles of queries. Tactics: see partitions.
 
     Raises ValueError for a block size or cache dtype that the kernels have not.
     """
@@ -38,7 +37,7 @@ def launch(
 
 
 def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
-    tactics = env.tactics.get("decode", {})
+    tactics = env.tactics["decode"]
     parts = partitions(env, tactics, min((n for n in (a.window, a.chunk) if n is not None), default=None))
     between = parts.between(a.heads, a.value_dim)
     args, constexprs = _common(a, env)
@@ -53,8 +52,8 @@ def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
             **_tile(a, rows, tactics),
         },
         grid=((Product(("num_seqs",)),), (Product((a.kv_heads,)),), parts.axis()),
-        num_warps=tactics.get("num_warps", 4),
-        num_stages=tactics.get("num_stages", 2),
+        num_warps=tactics["warps"],
+        num_stages=tactics["stages"],
         narrow=frozenset({0}),
     )
     calls = [scaled(first, a.kv_scales, "tl.program_id(1)")]
@@ -65,21 +64,20 @@ def _decode(a: Attrs, env: CudaEnv) -> tuple[CudaCall, ...]:
 
 
 def _mixed(a: Attrs, env: CudaEnv) -> CudaCall:
-    tactics = env.tactics.get("mixed", {})
     group = a.heads // a.kv_heads
     widest = max(a.head_dim, a.value_dim)
-    rows = max(tactics.get("rows") or (64 if widest <= 128 else 32 if widest <= 256 else 16), power_of_two(group))
+    tactics = env.tactics["mixed_wide" if widest > _WIDE else "mixed"]
+    rows = max(min(tactics["rows"], _most(widest)), power_of_two(group))
     args, constexprs = _common(a, env)
     args |= {"query_start": StepArray("query_start"), "num_seqs": Symbol("num_seqs")}
     tokens = rows // group
-    keys = 32 if widest > 64 and env.sm not in _WARP_GROUPS else 64  # scores beside sums: 64 would spill
     call = CudaCall(
         kernel="paged_attention.kernels:mixed",
         args=args,
-        constexprs=constexprs | _tile(a, rows, {"keys": keys, **tactics}) | {"TOKENS": tokens},
+        constexprs=constexprs | _tile(a, rows, tactics) | {"TOKENS": tokens},
         grid=((Product(("T",), tokens), Product(("num_seqs",))), (Product((a.kv_heads,)),)),
-        num_warps=tactics.get("num_warps", 4),
-        num_stages=tactics.get("num_stages", 2),
+        num_warps=tactics["warps"],
+        num_stages=tactics["stages"],
         narrow=frozenset({0}),
     )
     return scaled(call, a.kv_scales, "tl.program_id(1)")
@@ -119,12 +117,16 @@ def _common(a: Attrs, env: CudaEnv) -> tuple[dict[str, Arg], Constexprs]:
     return args, constexprs
 
 
+def _most(widest: int) -> int:
+    """Queries or keys of a tile, at most: what they take of registers and shared memory grows with their widths."""
+    return 128 if widest <= 128 else 32 if widest <= 256 else 16
+
+
 def _tile(a: Attrs, rows: int, tactics: Mapping[str, int]) -> Constexprs:
-    """The blocks of a tile; what keys and values take of shared memory grows with their widths."""
-    widest = max(a.head_dim, a.value_dim)
+    """The blocks of a tile."""
     return {
         "ROWS": rows,
-        "KEYS": min(tactics.get("keys", 64), 64 if widest <= 128 else 32 if widest <= 256 else 16),
+        "KEYS": min(tactics["keys"], _most(max(a.head_dim, a.value_dim))),
         "WIDTH_BLOCK": max(_LEAST_ROWS, power_of_two(a.head_dim)),
         "V_BLOCK": max(_LEAST_ROWS, power_of_two(a.value_dim)),
     }

@@ -17,13 +17,20 @@ from llmc.artifacts.errors import EnvironmentFault
 _FREE_SHARED = 48 << 10
 
 
+class OutOfMemory(EnvironmentFault):
+    """The GPU's memory does not hold it."""
+
+
 def call(name: str, *arguments: Any) -> Any:
-    """Calls a function of the driver; returns its result, or a tuple of them. Raises EnvironmentFault."""
+    """Calls a function of the driver; returns its result, or a tuple of them. Raises EnvironmentFault, an OutOfMemory
+    where that is why.
+    """
     error, *results = getattr(cu, name)(*arguments)
     if error != cu.CUresult.CUDA_SUCCESS:
         _, text = cu.cuGetErrorString(error)
         words = text.decode() if isinstance(text, bytes) else "no message"
-        raise EnvironmentFault(f"the GPU's driver: {name}: {words} ({getattr(error, 'name', error)})")
+        kind = OutOfMemory if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY else EnvironmentFault
+        raise kind(f"the GPU's driver: {name}: {words} ({getattr(error, 'name', error)})")
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -139,15 +146,28 @@ class Stream:
         call("cuStreamBeginCapture", self.handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def end_capture(self) -> Any:
-        """What was recorded, ready to be replayed."""
-        graph = call("cuStreamEndCapture", self.handle)
-        ready = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphDestroy", graph)
-        return ready
+        """What was recorded."""
+        return call("cuStreamEndCapture", self.handle)
 
-    def replay(self, graph: Any) -> None:
+    def replay(self, graph: ReadyGraph) -> None:
         """Does what was recorded."""
-        call("cuGraphLaunch", graph, self.handle)
+        call("cuGraphLaunch", graph.handle, self.handle)
+
+
+class ReadyGraph:
+    """What was captured, ready to be replayed. Raises OutOfMemory."""
+
+    def __init__(self, captured: Any) -> None:
+        self.handle = call("cuGraphInstantiate", captured, 0)
+
+    def destroy(self) -> None:
+        """Gives its memory back, behind a replay that still runs."""
+        call("cuGraphExecDestroy", self.handle)
+
+
+def destroy_graph(captured: Any) -> None:
+    """Of `Stream.end_capture`."""
+    call("cuGraphDestroy", captured)
 
 
 class Event:

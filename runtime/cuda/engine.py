@@ -5,7 +5,8 @@ in the step memory. Must not know: requests, scheduling.
 
 Decode steps are replayed as graphs. One is captured behind the step that first needs it: for so many sequences, the
 next of the buckets, and for so long a context, the next power of two, as attention's launches depend on both. The
-sequences that a bucket has too many are empty. All other steps are launched one by one.
+sequences that a bucket has too many are empty. All other steps are launched one by one, and decodes whose graph the
+memory does not hold (see `graphs`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 from llmc.artifacts.cuda_program import CudaProgram, decode_program
 from llmc.artifacts.plan import Plan
 from llmc.runtime.cuda import driver
+from llmc.runtime.cuda.buckets import bucket, context_bucket
+from llmc.runtime.cuda.graphs import Graphs
 from llmc.runtime.cuda.launches import Launches
 from llmc.runtime.cuda.memory import DeviceMemory
 from llmc.runtime.cuda.nccl import Communicator
@@ -27,22 +30,6 @@ from llmc.runtime.step_memory import StepMemory
 
 if TYPE_CHECKING:
     from llmc.runtime.rank_main import RankConfig  # which is running as __main__
-
-#: Sequences up to which every power of two has a graph; from there on every multiple of it.
-_SMALL = 8
-#: The shortest context that graphs tell apart.
-_CONTEXT = 256
-
-
-def bucket(sequences: int, most: int) -> int:
-    """The size of the graph for so many sequences."""
-    found = 1 << (sequences - 1).bit_length() if sequences <= _SMALL else -(-sequences // _SMALL) * _SMALL
-    return min(found, most)
-
-
-def context_bucket(context: int, most: int) -> int:
-    """The context that a graph is captured for."""
-    return min(max(1 << (context - 1).bit_length(), _CONTEXT), most)
 
 
 def load(config: RankConfig) -> tuple[CudaEngine, StepMemory]:
@@ -84,7 +71,7 @@ class CudaEngine(GpuRank):
         self._launches = [
             Launches(steps, program.kernels, functions, device.address, self._all_reduce) for steps in program.steps
         ]
-        self._graphs: dict[tuple[int, int], Any] = {}
+        self._graphs = Graphs(self._stream, together=config.tp > 1)
         self._tokens = memory.tokens
         self._events: list[driver.Event] = []
         if memory.layout.stamps:
@@ -106,19 +93,13 @@ class CudaEngine(GpuRank):
         size = bucket(len(step.ids), self.program.max_num_seqs)
         context = context_bucket(int(step.context_len.max()), self.program.max_seq_len)
         self.device.write(step, size)
-        if (size, context) in self._graphs:
-            self._stream.replay(self._graphs[size, context])
-        else:
-            self._graphs[size, context] = self._first(size, context)
-
-    def _first(self, size: int, context: int) -> Any:
-        """Runs a step once as it is, as kernels are loaded and ranks connected by it, and then records it."""
+        if self._graphs.replay((size, context)):
+            return
         symbols = {"T": size, "S": size, "num_seqs": size, "max_context": context}
         self._enqueue(self._launches[0], symbols)
-        self._stream.wait()
-        self._stream.begin_capture()
-        self._enqueue(self._launches[0], symbols)
-        return self._stream.end_capture()
+        if self._graphs.wants((size, context)):  # behind a run: kernels are loaded and ranks connected by it
+            self._stream.wait()
+            self._graphs.record((size, context), lambda: self._enqueue(self._launches[0], symbols))
 
     def _launch(self, step: StepArrays, timed: bool) -> None:
         self.device.write(step, 0)

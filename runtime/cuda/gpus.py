@@ -18,10 +18,12 @@ from typing import Any
 from llmc.artifacts.errors import EnvironmentFault, UsageError
 from llmc.artifacts.sampler_params import SAMPLER_FIELDS
 from llmc.artifacts.schema import Manifest, RankProgram, Target
+from llmc.profiles import target_names
+from llmc.runtime.cuda.buckets import graphs_bytes
 from llmc.runtime.machine import has_gpu_driver
 
-#: What the driver, loaded kernels and captured graphs take beside what is allocated, and NCCL's buffers where there are
-#: several ranks; rounded up from what such processes are known to use.
+#: What the driver and loaded kernels take beside what is allocated, and NCCL's buffers where there are several ranks;
+#: rounded up from what such processes are known to use. Graphs: see `buckets`.
 RESERVE, RESERVE_NCCL = 768 << 20, 512 << 20
 _INSTALL = "pip install 'llmc[cuda]'"
 _SURVEY_SECONDS = 60
@@ -91,9 +93,12 @@ def check(target: Target, tp: int, machine: Survey) -> None:
         )
     for number, gpu in enumerate(machine.gpus[:tp]):
         if target.isa != f"sm_{gpu.sm}":
+            own = f"{target.kind}:sm_{gpu.sm}"
+            known = [name for name in target_names() if name.startswith(f"{target.kind}:")]
+            remedy = f"build it with --target {own}" if own in known else f"the targets are {', '.join(known)}"
             raise EnvironmentFault(
                 f"the plan was built for {target.kind}:{target.isa}, and GPU {number} ({gpu.name}) is of "
-                f"sm_{gpu.sm}: build it with --target {target.kind}:sm_{gpu.sm}"
+                f"sm_{gpu.sm}: {remedy}"
             )
 
 
@@ -122,6 +127,8 @@ def fixed_bytes(manifest: Manifest, rank: RankProgram, num_slots: int) -> int:
     )
     logits = 4 * profile.max_num_seqs * rank.vocab_size
     reserve = RESERVE + (RESERVE_NCCL if len(manifest.ranks) > 1 else 0)
+    if manifest.target.kind == "cuda":
+        reserve += graphs_bytes(profile.max_num_seqs, profile.max_seq_len, rank.launches)
     weights = rank.weights_bytes + manifest.shared_bytes
     return weights + rank.arena_bytes + logits + arrays + num_slots * rank.state_slot_bytes + reserve
 

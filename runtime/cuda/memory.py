@@ -50,6 +50,8 @@ class DeviceMemory:
         for name, data in (("weights", weights), ("shared", shared), ("constants", _bytes(program.constants))):
             if data.nbytes:
                 driver.call("cuMemcpyHtoD", self.bases[name], data.ctypes.data, data.nbytes)
+        # Of memory that is not pinned the last piece may still be on its way, and a rank's stream waits for no other.
+        driver.call("cuCtxSynchronize")
         self._place_arrays()
 
     def _place_arrays(self) -> None:

@@ -6,7 +6,8 @@ Comes in: steps. Goes out: logits in the step memory. Must not know: kernels, Te
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,24 +54,31 @@ class GpuRank(ABC):
         fewer launches, the last time stands in the rest. Raises StepRefused, RankFailure.
         """
         self._check(step)
-        try:
+        with self._failing():
             self._compute(step, stamps is not None)
             self._download_logits(step)
             self._stream.wait()
-        except EnvironmentFault as error:
-            raise RankFailure(f"rank {self.config.rank} of {self.config.tp}: {error}") from error
         if stamps is not None:
             self._note(stamps)
 
     def copy(self, copies: Copies) -> None:
         """Moves blocks and states between pool and host memory: out first, as its blocks may be wanted by what comes
-        in.
+        in. Raises RankFailure.
         """
-        for pool, pairs in zip(self._pools, (copies.blocks_out, copies.states_out), strict=True):
-            pool.move_out(pairs)
-        for pool, pairs in zip(self._pools, (copies.blocks_in, copies.states_in), strict=True):
-            pool.move_in(pairs)
-        self._stream.wait()
+        with self._failing():
+            for pool, pairs in zip(self._pools, (copies.blocks_out, copies.states_out), strict=True):
+                pool.move_out(pairs)
+            for pool, pairs in zip(self._pools, (copies.blocks_in, copies.states_in), strict=True):
+                pool.move_in(pairs)
+            self._stream.wait()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What the driver refuses is the rank's end, in its words."""
+        try:
+            yield
+        except EnvironmentFault as error:
+            raise RankFailure(f"rank {self.config.rank} of {self.config.tp}: {error}") from error
 
     @abstractmethod
     def _compute(self, step: StepArrays, timed: bool) -> None:

@@ -12,6 +12,7 @@ from llmc.artifacts.calibration import CalibrationTable
 from llmc.artifacts.cuda_program import AllReduce, Launch, decode_program
 from llmc.artifacts.plan import Plan
 from llmc.builder.cuda.cubin import resources
+from llmc.runtime.machine import has_gpu_driver
 from tests.unit.calibration.tables import ranges_alone
 
 LAYERS = 30
@@ -32,7 +33,8 @@ def test_smollm2_is_built_for_hopper(real_gguf: Path, smollm2_plan: Path, tmp_pa
     report = llmc.build(
         real_gguf, tmp_path / "x.plan", precision="fp8", tp=tp, target="cuda:sm_90", calib=table, evaluate=False
     )
-    assert report.quality["run"] == "not run: no GPU"
+    if not has_gpu_driver():
+        assert report.quality["run"] == "not run: no GPU"
     plan = Plan.open(tmp_path / "x.plan")
     assert (plan.manifest.target.isa, plan.manifest.target.driver) == ("sm_90", 13000)
     assert plan.manifest.build.config["fp8_activations"] == "token"

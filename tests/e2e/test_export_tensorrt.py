@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -86,9 +87,16 @@ def test_fp8_layers_become_q_dq_and_attention_is_native(sm: int) -> None:
 
 @needs_rtx
 def test_two_builds_differ_in_the_numbers_of_sizes_alone() -> None:
+    """TensorRT numbers its expressions of sizes in an order of the moment: more or fewer of their bytes differ, here
+    and there. Of weights or code far more would, side by side.
+    """
     (_, first), (_, second) = (built(CompileOptions("bf16"), 89) for _ in range(2))
     assert len(first.engine) == len(second.engine)
-    assert sum(a != b for a, b in zip(first.engine, second.engine, strict=True)) < 100
+    one, other = (np.frombuffer(made.engine, np.uint8) for made in (first, second))
+    places = np.flatnonzero(one != other)
+    beside = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    assert len(places) < len(one) // 1000
+    assert max(map(len, beside)) <= 8
 
 
 @needs_rtx

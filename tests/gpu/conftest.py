@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmc.artifacts.errors import EnvironmentFault
+from llmc.profiles import target_names
 from llmc.runtime.cuda.gpus import Survey, survey
 
 
@@ -17,4 +18,6 @@ def machine() -> Survey:
         pytest.skip(str(fault))
     if not found.gpus:
         pytest.skip("the driver shows no GPU")
+    if (name := f"cuda:sm_{found.gpus[0].sm}") not in target_names():
+        pytest.skip(f"there is no target {name}")
     return found

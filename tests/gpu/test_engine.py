@@ -1,78 +1,68 @@
-"""A tiny model's plan on the GPU, end to end: beside the CPU engine, graphs beside plain launches, two ranks."""
+"""Tiny models' plans on the GPU, end to end: beside the CPU engine, graphs beside plain launches, tokens that the GPU
+chooses beside the host's, blocks and states that were copied out and in, two ranks.
+"""
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import llmc
-from llmc.artifacts.plan import Plan
 from llmc.runtime.cuda.gpus import Survey
-from llmc.runtime.executor import Executor
-from llmc.runtime.step import Chunk, StepBatch
-from tests.models import save_checkpoint
+from tests.gpu.cases import CASES, Case, built, chosen, logits
+from tests.unit.cuda.whole_program import BOUNDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-BLOCKS = 16
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-#: Tokens of two sequences in each step: a prefill and a chunk beside it, decodes, a decode alone.
-STEPS = (([5, 6, 7, 8, 9], [11, 12]), ([13], [14]), ([15], [16]), ([17], []))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("gpu") / "model", "llama", **SIZES)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
 
 
-def built(checkpoint: Path, target: str, tp: int = 1, precision: str = "bf16") -> Path:
-    plan = checkpoint.parent / f"{target.replace(':', '-')}-{tp}-{precision}.plan"
-    if not plan.exists():
-        options = {"fp8_activations": "token"} if precision == "fp8" else {}
-        llmc.build(checkpoint, plan, target=target, tp=tp, precision=precision, evaluate=False, **options)
-    return plan
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, machine: Survey) -> Case:
+    found = CASES[request.param]
+    if found.fp8 and machine.gpus[0].sm < 89:
+        pytest.skip(f"sm_{machine.gpus[0].sm} has no FP8")
+    return found
 
 
-def logits(path: Path, *, timed: bool = False) -> list[np.ndarray]:
-    """Of the last token of each sequence, by step. A timed executor launches one by one, any other replays decodes."""
-    executor = Executor(Plan.open(path), num_blocks=BLOCKS, timed=timed)
-    tables = [array("i", range(0, 4)), array("i", range(4, 8))]
-    lengths, made = [0, 0], []
-    try:
-        for tokens in STEPS:
-            chunks = [Chunk(array("i", own), lengths[n], tables[n], 1, n) for n, own in enumerate(tokens) if len(own)]
-            lengths = [length + len(own) for length, own in zip(lengths, tokens, strict=True)]
-            made.append(np.array(executor.run(StepBatch(chunks))))
-    finally:
-        executor.close()
-    return made
+@pytest.fixture
+def plan(machine: Survey, folder: Path, case: Case) -> Path:
+    return built(folder, case, f"cuda:sm_{machine.gpus[0].sm}")
 
 
 def near(have: list[np.ndarray], want: list[np.ndarray], bound: float) -> None:
-    for h, w in zip(have, want, strict=True):
-        assert np.sqrt(np.mean((h - w) ** 2)) <= bound * np.sqrt(np.mean(w**2))
+    for step, (h, w) in enumerate(zip(have, want, strict=True)):
+        assert np.sqrt(np.mean((h - w) ** 2)) <= bound * np.sqrt(np.mean(w**2)), f"step {step}"
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.02), ("fp8", 0.04)])
-def test_logits_are_the_cpu_engines(machine: Survey, checkpoint: Path, precision: str, bound: float) -> None:
-    sm = machine.gpus[0].sm
-    if precision == "fp8" and sm < 89:
-        pytest.skip(f"sm_{sm} has no FP8")
-    have = logits(built(checkpoint, f"cuda:sm_{sm}", precision=precision))
-    near(have, logits(built(checkpoint, "cpu", precision=precision)), bound)
+def test_logits_are_the_cpu_engines(plan: Path, folder: Path, case: Case) -> None:
+    bound = BOUNDS["fp8" if case.fp8 else case.precision]
+    near(logits(plan, case.steps), logits(built(folder, case, "cpu"), case.steps), bound)
 
 
-def test_replayed_graphs_compute_what_launches_compute(machine: Survey, checkpoint: Path) -> None:
-    plan = built(checkpoint, f"cuda:sm_{machine.gpus[0].sm}")
-    first, replayed, launched = logits(plan), logits(plan), logits(plan, timed=True)
+def test_replayed_graphs_compute_what_launches_compute(plan: Path, case: Case) -> None:
+    first, replayed, launched = (logits(plan, case.steps, timed=timed) for timed in (False, False, True))
     assert all(map(np.array_equal, first, replayed))
     assert all(map(np.array_equal, first, launched))
 
 
-def test_two_ranks_compute_what_one_computes(machine: Survey, checkpoint: Path) -> None:
+def test_what_was_copied_out_and_in_counts_as_before(plan: Path, case: Case) -> None:
+    stayed, moved = (logits(plan, case.steps, moved=moved) for moved in (False, True))
+    assert all(map(np.array_equal, stayed, moved))
+
+
+def test_the_gpu_chooses_the_hosts_tokens(plan: Path) -> None:
+    have, want, row, same_row = chosen(plan)
+    assert have == want
+    np.testing.assert_array_equal(row, same_row)
+
+
+def test_two_ranks_compute_what_one_computes(machine: Survey, folder: Path, case: Case, plan: Path) -> None:
     if len(machine.gpus) < 2:
         pytest.skip("needs two GPUs")
-    target = f"cuda:sm_{machine.gpus[0].sm}"
-    near(logits(built(checkpoint, target, tp=2)), logits(built(checkpoint, target)), 0.02)
+    two = built(folder, case, f"cuda:sm_{machine.gpus[0].sm}", tp=2)
+    near(logits(two, case.steps), logits(plan, case.steps), BOUNDS["fp8" if case.fp8 else case.precision])

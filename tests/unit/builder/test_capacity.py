@@ -10,9 +10,10 @@ import pytest
 from llmc.artifacts.errors import UsageError
 from llmc.builder import pipeline
 from llmc.builder.capacity.estimate import ModelFacts, Workload, decode_row, estimate, prefill_row
+from llmc.builder.capacity.kv import give_kv
 from llmc.builder.capacity.model import rank_facts
 from llmc.builder.capacity.sheet import Sheet, formatted
-from llmc.builder.page.costs import Step
+from llmc.builder.page.costs import KvShape, Step
 from llmc.builder.trace.tracer import trace_model
 from llmc.profiles import Gpu, load_gpu
 from tests.models import tiny_config
@@ -54,6 +55,33 @@ def test_llama_8b_on_h100(llama_8b: ModelFacts) -> None:
     assert sheet["kv_token"] == 128 * 1024
     assert sheet["weights"] == pytest.approx(2 * 8.03e9, rel=1e-3)
     assert round(sheet["decode_ceiling"]) == 209  # 3.35 TB/s / 16 GB
+
+
+def explained(sheet: Sheet, *names: str) -> list[str]:
+    return [sheet.quantities[name].explain().partition("  #")[0] for name in names]
+
+
+def test_bytes_of_a_token_are_a_formula(llama_8b: ModelFacts) -> None:
+    sheet = estimate(llama_8b, load_gpu("h100-sxm"), WORK).sheet
+    assert sheet["rank_kv_token"] == sheet["kv_token"] == llama_8b.ranks[0].kv_bytes
+    assert explained(sheet, "kv_layers", "kv_heads", "kv_width", "kv_item", "kv_token") == [
+        "kv_layers = 32 layers", "kv_heads = 8 KV heads", "kv_width = 256 numbers", "kv_item = 2 B",
+        "kv_token = kv_layers * kv_heads * kv_width * kv_item = 32 layers * 8 KV heads * 256 numbers * 2 B = 131,072 B",
+    ]  # fmt: skip
+
+
+def test_bytes_of_a_token_by_rank_and_by_kind_of_layer() -> None:
+    uneven, sheet = [{0: KvShape(2, 8, 8, False)}, {0: KvShape(1, 8, 8, False)}], Sheet()
+    give_kv(sheet, uneven, "bf16")
+    assert (sheet["kv_heads"], sheet["kv_token"], sheet["rank_kv_heads"], sheet["rank_kv_token"]) == (3, 96, 2, 64)
+    mixed = {0: KvShape(2, 8, 8, False), 1: KvShape(1, 512, 64, True), 2: KvShape(2, 8, 8, False)}
+    sheet = Sheet()
+    give_kv(sheet, [mixed], "f8e4m3")
+    first, second, whole = explained(sheet, "kv_token_1", "kv_token_2", "kv_token")
+    assert first.endswith(" = 2 layers * 2 KV heads * 16 numbers * 1 B = 64 B")
+    assert second.endswith(" = 1 layers * 1 KV heads * 576 numbers * 1 B = 576 B")
+    assert whole == "kv_token = kv_token_1 + kv_token_2 = 64 B + 576 B = 640 B"
+    assert sheet.quantities["kv_width_2"].note == "a latent of 512, its rotated part of 64"
 
 
 def test_crossover_batch_of_a100(llama_8b: ModelFacts) -> None:

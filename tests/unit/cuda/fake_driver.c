@@ -1,20 +1,26 @@
 // A driver without a GPU, for tests: enough of libcuda.so.1 for cuda-python to load cubins and "launch" them. Memory of
-// the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names; arguments of
-// a launch are read as the cubin's own parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what
-// machine it is; FAKE_CUDA_FREE how much memory is free, in bytes.
+// the device is memory of the host. Everything that matters is a line in the file that FAKE_CUDA_LOG names, or in a file
+// for each process where that is a folder and ends with a slash; arguments of a launch are read as the cubin's own
+// parameter table says. FAKE_CUDA_SM, FAKE_CUDA_DRIVER and FAKE_CUDA_GPUS say what machine it is; FAKE_CUDA_FREE how
+// much memory is free, in bytes; FAKE_CUDA_GRAPHS how many ready graphs fit into it. A copy to the host of
+// FAKE_CUDA_LOST bytes fails. Refused as by a driver: more dynamic shared memory than a function was allowed, grids and
+// blocks beyond the limits of the architecture, another number of threads than the kernel was compiled for.
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef int Result;
 typedef struct { const uint8_t* image; int number; } Module;
-typedef struct { Module* module; char name[256]; int count; int size[64]; } Function;
+typedef struct { Module* module; char name[256]; int count; int size[64]; unsigned threads, shared; } Function;
 typedef struct { int number; } Graph;
 
-static int capturing, graphs, modules;
+enum { FREE_SHARED = 48 << 10, INVALID_VALUE = 1, OUT_OF_MEMORY = 2 };
+
+static int capturing, graphs, ready_graphs, modules;
 
 static long long setting(const char* name, long long otherwise) {
   const char* text = getenv(name);
@@ -23,6 +29,11 @@ static long long setting(const char* name, long long otherwise) {
 
 static void say(const char* format, ...) {
   const char* path = getenv("FAKE_CUDA_LOG");
+  char own[4096];
+  if (path && *path && path[strlen(path) - 1] == '/') {
+    snprintf(own, sizeof own, "%s%d", path, (int)getpid());
+    path = own;
+  }
   FILE* file = path ? fopen(path, "a") : NULL;
   if (!file) return;
   if (capturing) fputs("captured ", file);
@@ -33,6 +44,9 @@ static void say(const char* format, ...) {
   fputc('\n', file);
   fclose(file);
 }
+
+// For other libraries that use the GPU (fake_nccl.c).
+void fake_driver_note(const char* line) { say("%s", line); }
 
 Result cuInit(unsigned flags) { return 0; }
 Result cuDriverGetVersion(int* version) { *version = (int)setting("FAKE_CUDA_DRIVER", 13000); return 0; }
@@ -46,6 +60,7 @@ Result cuDeviceGetAttribute(int* value, int attribute, int device) {
 }
 Result cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(intptr_t)(device + 1); return 0; }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+Result cuCtxSynchronize(void) { say("synchronize"); return 0; }
 Result cuCtxSetCurrent(void* context) { say("device %d", (int)(intptr_t)context - 1); return 0; }
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
   *total = (size_t)80 << 30;
@@ -82,6 +97,7 @@ Result cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t size, void
   return 0;
 }
 Result cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t size, void* stream) {
+  if (size == (size_t)setting("FAKE_CUDA_LOST", -1)) return 700;
   if (!capturing) memcpy(host, (void*)device, size);
   say("download %llx %llx %zu", (unsigned long long)(uintptr_t)host, (unsigned long long)device, size);
   return 0;
@@ -113,12 +129,23 @@ Result cuStreamEndCapture(void* stream, void** graph) {
   return 0;
 }
 Result cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long flags) {
+  if (ready_graphs >= setting("FAKE_CUDA_GRAPHS", 1 << 30)) {
+    say("full");
+    return OUT_OF_MEMORY;
+  }
+  ++ready_graphs;
   Graph* made = malloc(sizeof *made);
   *made = *(Graph*)graph;
   *ready = made;
   return 0;
 }
 Result cuGraphDestroy(void* graph) { free(graph); return 0; }
+Result cuGraphExecDestroy(void* ready) {
+  say("drop %d", ((Graph*)ready)->number);
+  --ready_graphs;
+  free(ready);
+  return 0;
+}
 Result cuGraphLaunch(void* ready, void* stream) { say("replay %d", ((Graph*)ready)->number); return 0; }
 Result cuEventCreate(void** event, unsigned flags) { *event = (void*)0x6; return 0; }
 Result cuEventRecord(void* event, void* stream) { return 0; }
@@ -147,7 +174,7 @@ Result cuModuleLoadData(void** module, const void* image) {
   return 0;
 }
 
-// Ordinal and size of each parameter stand in the attributes 0x17 of the section .nv.info.<kernel>.
+// Ordinal and size of each parameter stand in the attributes 0x17 of the section .nv.info.<kernel>, threads in 0x10.
 static int read_parameters(Function* function) {
   const uint8_t* b = function->module->image;
   uint64_t table; uint16_t width, count, names;
@@ -171,6 +198,11 @@ static int read_parameters(Function* function) {
         function->size[ordinal] = (int)(word >> 18);
         if (ordinal + 1 > function->count) function->count = ordinal + 1;
       }
+      if (b[at] == 4 && b[at + 1] == 0x10) {
+        uint32_t threads[3];
+        memcpy(threads, b + at + 4, 12);
+        function->threads = threads[0] * threads[1] * threads[2];
+      }
       at += 4 + (b[at] == 4 ? bytes : 0);
     }
     return 0;
@@ -183,17 +215,23 @@ Result cuModuleGetFunction(void** function, void* module, const char* name) {
   made->module = module;
   snprintf(made->name, sizeof made->name, "%s", name);
   if (read_parameters(made)) return 500;
+  made->shared = FREE_SHARED;
   *function = made;
   return 0;
 }
 Result cuFuncSetAttribute(void* function, int attribute, int value) {
+  const int sm = (int)setting("FAKE_CUDA_SM", 90);
+  const int most = (sm == 80 ? 163 : sm == 90 || sm == 100 ? 227 : 99) << 10;
+  if (attribute != 8 || value < 0 || value > most) return INVALID_VALUE;
+  ((Function*)function)->shared = (unsigned)value;
   say("shared %d %d", ((Function*)function)->module->number, value);
   return 0;
 }
 Result cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                       unsigned shared, void* stream, void** arguments, void** extra) {
   const Function* f = function;
-  if (!gx || !gy || !gz) return 1;
+  if (!gx || !gy || !gz || gx > 0x7FFFFFFF || gy > 65535 || gz > 65535) return INVALID_VALUE;
+  if (bx * by * bz != f->threads || bx * by * bz > 1024 || shared > f->shared) return INVALID_VALUE;
   char text[4096];
   int used = 0;
   for (int i = 0; i < f->count; ++i) {

@@ -1,5 +1,6 @@
-"""Runs the launches of `plugins/<operator>/cuda.py` in the interpreter on numpy arrays, as an executor would, and
-compares them with the operator's reference. What kernel tests of the cuda targets share.
+"""Runs the launches of `plugins/<operator>/cuda.py` on numpy arrays, as an executor would, and compares them with the
+operator's reference: in the interpreter, or compiled on a GPU (see `backend`). What kernel tests of the cuda targets
+share.
 
 Every byte that nobody has written is 0xFF, which is NaN in every float: what a kernel reads without right shows. Rows
 lie further apart than they are wide where a launch asks for their distance; blocks hold other layers' bytes too, and
@@ -8,23 +9,23 @@ slots those of other states.
 
 from __future__ import annotations
 
-import atexit
 import copy
-import functools
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
-from llmc.builder.cuda.interpret import Address, Interpreter, resolve
+from llmc.builder.cuda.interpret import Address, resolve
+from llmc.builder.cuda.variant import Variant, variant
 from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import (
     Arg,
     Collective,
+    CudaCall,
     CudaEnv,
     Pool,
     States,
@@ -33,22 +34,16 @@ from llmc.plugins.cuda.call import (
     Temporary,
 )
 from llmc.plugins.operator import Operator, StepContext
+from llmc.profiles import load_target
+from tests.unit.cuda.backend import MEMORY, architecture, memory, on_gpu, run
 
-#: Of the memory that kernels share with the tests: pages that no test touches are never there.
-MEMORY = 1 << 30
 #: Elements between the rows of matrices that are no part of them.
 GAP = 16
 #: Bytes of a block (a slot) before a layer's (a state's) part.
 BEFORE = 256
 UNWRITTEN = 0xFF
-
-
-@functools.cache
-def interpreter() -> Interpreter:
-    """One child for all tests of this process."""
-    child = Interpreter(MEMORY)
-    atexit.register(child.close)
-    return child
+#: What a sum of E4M3 products may differ by on a GPU, whose tensor cores keep 14 bits of such a sum on the way.
+FP8_SUM = 2e-3
 
 
 @dataclass
@@ -107,7 +102,7 @@ class Value:
 
 @dataclass
 class Machine:
-    """Lays values out in the interpreter's memory and answers what arguments are."""
+    """Lays values out in the memory and answers what arguments are."""
 
     step: Step
     env: CudaEnv
@@ -124,11 +119,11 @@ class Machine:
         address = Address(self.top, nbytes, dtype)
         self.top += -(-nbytes // 256) * 256 + 256
         assert self.top < MEMORY
-        interpreter().memory[address.offset : self.top] = UNWRITTEN
+        memory()[address.offset : self.top] = UNWRITTEN
         return address
 
     def bytes(self, address: Address) -> np.ndarray:
-        return interpreter().memory[address.offset : address.offset + address.nbytes]
+        return memory()[address.offset : address.offset + address.nbytes]
 
     def value(self, pointer: Pointer, kind: TensorType, array: np.ndarray | None) -> None:
         """Places an input, or room for an output; an axis named by a symbol makes rows."""
@@ -145,8 +140,8 @@ class Machine:
         stride = width + apart
         rows = shape[0] if shape else 1
         address = self.space(max(0, (rows - 1) * stride + width) * item, kind.dtype if dtype == "u8" else dtype)
-        memory = interpreter().memory[address.offset : address.offset + rows * stride * item]
-        table = memory.view(NUMPY_DTYPES[dtype]).reshape(rows, stride)
+        room = memory()[address.offset : address.offset + rows * stride * item]
+        table = room.view(NUMPY_DTYPES[dtype]).reshape(rows, stride)
         if array is not None:
             flat = np.asarray(array).reshape(len(array) if array.ndim else 1, -1)
             table[: len(flat), :width] = flat.astype(table.dtype)
@@ -176,6 +171,12 @@ class Machine:
                 return self.temporaries[name]
         return arg
 
+    def variant(self, call: CudaCall) -> Variant:
+        """What a call is compiled from. Everything lies on a multiple of 256 bytes."""
+        dtypes = {pointer: value.address.dtype for pointer, value in self.values.items()}
+        strides = {RowStride(pointer.side, pointer.index): value.stride for pointer, value in self.values.items()}
+        return variant(call, self.env.sm, dtypes, strides)
+
 
 def _nibbles(array: np.ndarray) -> np.ndarray:
     """u4[..,K] as bytes u8[..,ceil(K/2)]."""
@@ -184,7 +185,9 @@ def _nibbles(array: np.ndarray) -> np.ndarray:
 
 
 def launches(operator: Operator, attrs: Any, types: Sequence[TensorType], env: CudaEnv) -> tuple[Any, ...]:
-    """What the plug-in launches."""
+    """What the plug-in launches, by the target's tactics unless the environment has some."""
+    if not env.tactics:
+        env = replace(env, tactics=load_target(f"cuda:sm_{env.sm}").tactics.get(operator.name, {}))
     module = importlib.import_module(f"llmc.plugins.{operator.name}.cuda")
     return tuple(module.launch(attrs, types, operator.infer(attrs, types), env))
 
@@ -207,7 +210,10 @@ def execute(
     for index, kind in enumerate(outputs):
         machine.value(Pointer("out", index), kind, None)
     caches, states = _place_cache(machine), _place_states(machine)
-    interpreter().run([resolve(call, machine.argument, step.symbols()) for call in calls])
+    run(
+        [resolve(call, machine.argument, step.symbols()) for call in calls],
+        lambda: [machine.variant(call) for call in calls],
+    )
     for array, view in [*caches, *states]:
         array[...] = view
     results = []
@@ -222,7 +228,7 @@ def execute(
 
 def _check_gaps(value: Value) -> None:
     """Between the rows of an output nothing was written."""
-    flat = interpreter().memory[value.address.offset :].view(value.view.dtype)
+    flat = memory()[value.address.offset :].view(value.view.dtype)
     width = prod(value.view.shape[1:])
     for row in range(len(value.view) - 1):
         gap = flat[row * value.stride + width : (row + 1) * value.stride]
@@ -235,7 +241,7 @@ def layer_bytes(step: Step, layer: int) -> int:
     return cache.keys[0].nbytes + cache.values[0].nbytes
 
 
-def environment(step: Step, decode: bool = False, sm: int = 90, **more: Any) -> CudaEnv:
+def environment(step: Step, decode: bool = False, sm: int | None = None, **more: Any) -> CudaEnv:
     """A `CudaEnv` that fits the step and its memory here."""
     c = step.context
     given: dict[str, Any] = {"block_size": c.block_size, "max_context": 4096, "max_sequences": 64}
@@ -245,7 +251,7 @@ def environment(step: Step, decode: bool = False, sm: int = 90, **more: Any) -> 
     for state in c.states.values():
         given["slot_bytes"] = state[0].nbytes + 2 * BEFORE
     tokens = (1, 64) if decode else (1, 4096)
-    return CudaEnv(**{"sm": sm, "tokens": tokens, "decode": decode, **given, **more})
+    return CudaEnv(**{"sm": sm or architecture(), "tokens": tokens, "decode": decode, **given, **more})
 
 
 def _place_cache(machine: Machine) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -305,6 +311,8 @@ def check(
     """
     wanted = copy.deepcopy(step.context)
     given = as_stored(types, inputs, env)
+    if on_gpu() and any(kind.dtype == "f8e4m3" for kind in types):
+        rtol, atol = max(rtol, FP8_SUM), max(atol, FP8_SUM)
     expected = operator.reference(wanted, attrs, given)
     found = execute(operator, attrs, types, given, step, env)
     for index, (want, got) in enumerate(zip(expected, found, strict=True)):

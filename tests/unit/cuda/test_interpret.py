@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmc.builder.cuda.interpret import Address, Interpreter, InterpretError, Launch
-from tests.unit.cuda.harness import interpreter
+from tests.unit.cuda.backend import interpreter
 
 HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 CONVERT = (

@@ -14,6 +14,7 @@ from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cuda.call import Collective, CudaEnv
 from llmc.plugins.linear import EPILOGUES, OPERATOR, Attrs, groups, quantize_x
 from llmc.profiles.targets import load_target
+from tests.unit.cuda.backend import architecture
 from tests.unit.cuda.harness import check, environment, launches, plain_step
 
 FORMATS = ["f32", "bf16", "f8e4m3", "f8e4m3 x", "i8", "u4"]
@@ -52,9 +53,10 @@ def operands(attrs: Attrs, kind: str, tokens: int, depth: int, size: int, seed: 
     return types, arrays
 
 
-def tactics(sm: int = 90, **more: int) -> dict[str, dict[str, int]]:
+def tactics(**more: int) -> dict[str, dict[str, int]]:
     """Those of the target, with some numbers changed."""
-    return {name: {**numbers, **more} for name, numbers in load_target(f"cuda:sm_{sm}").tactics["linear"].items()}
+    own = load_target(f"cuda:sm_{architecture()}").tactics["linear"]
+    return {name: {**numbers, **more} for name, numbers in own.items()}
 
 
 def env_of(tokens: int, decode: bool, **more) -> CudaEnv:

@@ -25,11 +25,13 @@ from llmc.artifacts.errors import PlanError, UnsupportedError
 from llmc.artifacts.schema import ShapeProfile, TokenRange
 from llmc.artifacts.types import TensorType
 from llmc.builder.arena import ALIGN
+from llmc.builder.cuda import code
 from llmc.builder.cuda import lower as module
 from llmc.builder.cuda.code import rank_program, variants
-from llmc.builder.cuda.cubin import Cubin
+from llmc.builder.cuda.cubin import Cubin, Parameter, Resources
 from llmc.builder.cuda.lower import lower
 from llmc.builder.cuda.program import BoundCall, BoundReduce, CudaLowered, CudaRank, StepCode
+from llmc.builder.cuda.variant import Variant
 from llmc.builder.ir import parse_graph
 from llmc.builder.memory import memory_plan
 from llmc.builder.operators import attrs_of
@@ -196,8 +198,17 @@ def cubin(number: int, arguments: tuple[str, ...]) -> Cubin:
     return Cubin(b"cubin %d" % number, "kernel", 4, 1, 1024, (*arguments, "global_scratch", "profile_scratch"))
 
 
-def test_a_program_is_data_that_reads_back(lowered: CudaLowered) -> None:
+def table(variant: Variant) -> Resources:
+    """What a cubin of the variant would say of itself."""
+    kinds = [kind for _, kind in variant.signature if kind != "constexpr"]
+    sizes = [8 if kind.startswith("*") else 4 for kind in kinds] + [8, 8]
+    return Resources("kernel", tuple(Parameter(0, size) for size in sizes), 32, 0, 0, 128)
+
+
+def test_a_program_is_data_that_reads_back(lowered: CudaLowered, monkeypatch: pytest.MonkeyPatch) -> None:
     cubins = {v: cubin(i, v.arguments) for i, v in enumerate(variants(lowered))}
+    tables = {made.code: table(variant) for variant, made in cubins.items()}
+    monkeypatch.setattr(code, "resources", tables.__getitem__)
     program = rank_program(lowered, lowered.programs[1], cubins)
     data = encode_program(program)
     assert decode_program(data, "here") == program

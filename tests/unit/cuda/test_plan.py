@@ -4,6 +4,7 @@ that `llmc inspect` shows of it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,7 +17,10 @@ from click.testing import CliRunner, Result
 import llmc
 from llmc.artifacts.cuda_program import decode_program
 from llmc.artifacts.plan import Plan
+from llmc.builder.cuda import code
+from llmc.builder.cuda.cubin import Resources
 from llmc.builder.cuda.program import CudaLowered
+from llmc.builder.ir import GraphError
 from llmc.builder.page.arena import pictures
 from llmc.builder.page.render import lower_again
 from llmc.cli import main
@@ -101,3 +105,20 @@ def test_blocks_are_inside_the_arena_and_none_in_the_way_of_another(plan: Plan) 
             for two in picture.blocks[:i]:
                 apart = one.offset >= two.offset + two.nbytes or two.offset >= one.offset + one.nbytes
                 assert apart or one.first > two.last or two.first > one.last, (one, two)
+
+
+def test_a_launch_that_does_not_fit_its_cubin_stops_the_build(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = code.resources
+
+    def other(data: bytes) -> Resources:
+        """The first parameter is a number, not an address."""
+        found = real(data)
+        first, *rest = found.parameters
+        return dataclasses.replace(found, parameters=(dataclasses.replace(first, size=4), *rest))
+
+    monkeypatch.setattr(code, "resources", other)
+    with pytest.raises(GraphError, match=r"embedding @.* arguments of \[8, .*parameters of \[4, "):
+        llmc.build(
+            plan.path.parent / "tiny", plan.path.parent / "y.plan", precision="bf16", target="cuda:sm_90",
+            evaluate=False, profile=str(plan.path.parent / "small.yaml"),
+        )  # fmt: skip

@@ -147,6 +147,39 @@ def test_graphs_are_recorded_once_and_replayed(recorded: Recorded) -> None:
     assert order == [["begin"], ["end", "0"], ["begin"], ["end", "1"], ["replay", "1"]]
 
 
+@pytest.mark.parametrize(
+    ("most", "order"),
+    [
+        # The second graph does not fit beside the first, which goes; nor the first beside the second.
+        (1, ["begin", "end 0", "begin", "end 1", "full", "drop 0", "replay 1", "begin", "end 2", "full", "drop 1"]),
+        # None fits: each kind of step is recorded once, in vain, and launched from then on.
+        (0, ["begin", "end 0", "full", "begin", "end 1", "full"]),
+    ],
+)
+def test_graphs_go_where_memory_is_short(most: int, order: list[str], plan: Plan, driver: Path, tmp_path: Path) -> None:
+    script = SCRIPT[: SCRIPT.index("    executor.copy")] + "    executor.run(StepBatch([chunk(11, 1, 0)]))\n"
+    log = tmp_path / "log"
+    done = run(script, [str(plan.path)], driver, FAKE_CUDA_LOG=str(log), FAKE_CUDA_GRAPHS=str(most))
+    assert done.returncode == 0, done.stderr
+    words = ("begin", "end", "full", "drop", "replay")
+    found = [" ".join(line).removeprefix("captured ") for line in lines_of(log)]
+    assert [line for line in found if line.startswith(words)] == order
+
+
+def test_weights_are_there_before_the_first_launch(recorded: Recorded) -> None:
+    kinds = [line[0] for line in recorded.lines]
+    last_fill = max(i for i, kind in enumerate(kinds) if kind == "fill")
+    assert last_fill < kinds.index("synchronize") < kinds.index("launch")
+
+
+def test_a_copy_that_fails_is_the_ranks_end_in_the_drivers_words(plan: Plan, driver: Path) -> None:
+    block = plan.manifest.ranks[0].kv_block_bytes
+    done = run(SCRIPT, [str(plan.path)], driver, FAKE_CUDA_LOST=str(block))
+    assert done.returncode == 1
+    assert "RankLost" in done.stderr.splitlines()[-1]
+    assert "rank 0 of 1: the GPU's driver: cuMemcpyDtoHAsync: the fake driver refuses" in done.stderr
+
+
 def test_a_graph_uploads_its_arrays_and_downloads_its_tokens(plan: Plan, recorded: Recorded) -> None:
     program = program_of(plan)
     places = spaces(plan, recorded, program)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import llmc
-from llmc.artifacts.errors import UsageError
+from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.profiles import load_target
-from llmc.rounding import usual_head
+from llmc.rounding import RoundingOptions, usual_head
+from llmc.tiny_model import tiny_model
+from tests.models import save_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,19 @@ from llmc.rounding import usual_head
 def test_fp8_is_refused_before_anything_is_read(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         llmc.build("no such checkpoint", target="cuda:sm_80", **options)
+
+
+def test_int8_experts_are_refused_before_minutes_of_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrated(*_: Any) -> None:
+        raise AssertionError("calibration was asked for")
+
+    monkeypatch.setattr(RoundingOptions, "table", calibrated)
+    model = save_checkpoint(tmp_path / "model", "mixtral", model=tiny_model("mixtral"))
+    words = r"experts.*: cuda:sm_90: INT8 weights of experts are for cpu targets alone; build with --fp8, --int4 or"
+    with pytest.raises(UnsupportedError, match=words):
+        llmc.build(model, tmp_path / "x.plan", precision="int8", target="cuda:sm_90", evaluate=False)
 
 
 def test_the_output_head_is_fp8_only_where_there_is_fp8() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from llmc.plugins.sampler import reference
 from llmc.plugins.sampler.cuda import launch
 from llmc.runtime.native_sampler import SamplingRow
 from llmc.runtime.sampling import params_of
+from tests.unit.cuda.backend import architecture, memory, run
 from tests.unit.cuda.compiled import check_cubin, compiled
-from tests.unit.cuda.harness import UNWRITTEN, interpreter
+from tests.unit.cuda.harness import UNWRITTEN
 
 
 def choose(logits: np.ndarray, rows: Sequence[SamplingRow], block: int | None = None) -> list[int]:
@@ -26,7 +28,7 @@ def choose(logits: np.ndarray, rows: Sequence[SamplingRow], block: int | None = 
     count, vocab = logits.shape
     sampler_params = np.array([params_of(row) for row in rows], np.int32)
     call = launch(vocab)
-    memory, top, places = interpreter().memory, 4096, {}
+    room, top, places = memory(), 4096, {}
     sizes = {
         "logits": 4 * logits.size,
         "arena": 4 * logits.size,
@@ -35,18 +37,19 @@ def choose(logits: np.ndarray, rows: Sequence[SamplingRow], block: int | None = 
     }
     for name, size in sizes.items():
         places[name] = Address(top, size, "f32" if name == "logits" else "i32")
-        memory[top : top + size + 256] = UNWRITTEN
+        room[top : top + size + 256] = UNWRITTEN
         top += -(-size // 256) * 256 + 256
 
     def view(name: str, dtype: Any) -> np.ndarray:
         place = places[name]
-        return memory[place.offset : place.offset + place.nbytes].view(dtype)
+        return room[place.offset : place.offset + place.nbytes].view(dtype)
 
     view("logits", np.float32)[:] = logits.reshape(-1)
     view("sampler_params", np.int32)[:] = sampler_params.reshape(-1)
     args = {name: places[arg.name] for name, arg in call.args.items()}  # type: ignore[union-attr]
-    constexprs = call.constexprs if block is None else {**call.constexprs, "BLOCK": block}
-    interpreter().run([Launch(call.kernel, args, constexprs, (count, 1, 1))])
+    if block is not None:
+        call = replace(call, constexprs={**call.constexprs, "BLOCK": block})
+    run([Launch(call.kernel, args, call.constexprs, (count, 1, 1))], lambda: [variant(call, architecture(), {}, {})])
     return view("tokens", np.int32).tolist()
 
 

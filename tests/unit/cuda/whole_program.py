@@ -1,4 +1,4 @@
-"""Runs whole programs of the cuda targets in the interpreter: every launch of a step, on the memory that was planned.
+"""Runs whole programs of the cuda targets as the harness runs kernels: every launch of a step, on the planned memory.
 
 Comes in: `CudaLowered`, a model's tensors, steps of a `Batch`. Goes out: logits. It stands where the engine of
 `runtime/cuda` stands on a machine with GPUs, with the ranks of a plan side by side in one memory.
@@ -16,13 +16,19 @@ from llmc.artifacts.sampler_params import GREEDY, SAMPLER_FIELDS
 from llmc.artifacts.types import NUMPY_DTYPES
 from llmc.builder.arena import aligned
 from llmc.builder.cuda.interpret import Address as Extent
-from llmc.builder.cuda.interpret import Interpreter, Launch
+from llmc.builder.cuda.interpret import Launch
 from llmc.builder.cuda.program import BoundCall, BoundReduce, CudaLowered, CudaRank, StepCode
+from llmc.builder.cuda.variant import Variant
 from llmc.builder.weights.stream import write_weights
 from llmc.plugins.cuda.call import TRITON_TYPES
 from llmc.plugins.operator import StepContext
 from tests.unit.builder.weights_of import Tensors
+from tests.unit.cuda.backend import memory, run
 
+#: By precision, the root mean square of the difference from the CPU engine's logits, in that of those, that rounding
+#: explains: of an input that lies between two E4M3 numbers, 6 % apart, either side may take another one; of two INT8
+#: numbers they lie 1 % of the largest apart.
+BOUNDS = {"fp32": 0.01, "bf16": 0.02, "int4": 0.02, "int8": 0.05, "fp8": 0.07}
 #: Between any two spaces: what runs over the end of one meets no other.
 _GUARD = 4096
 _UNWRITTEN = 0xFF
@@ -63,9 +69,9 @@ class _Rank:
 class WholeProgram:
     """All ranks of a model. `memory` is what the ranks' GPUs would hold."""
 
-    def __init__(self, lowered: CudaLowered, tensors: Tensors, blocks: int, interpreter: Interpreter, slots: int = 8):
-        self.lowered, self.interpreter = lowered, interpreter
-        self.memory = interpreter.memory
+    def __init__(self, lowered: CudaLowered, tensors: Tensors, blocks: int, slots: int = 8):
+        self.lowered = lowered
+        self.memory = memory()
         self.ranks: list[_Rank] = []
         start = 0
         for program in lowered.programs:
@@ -111,10 +117,10 @@ class WholeProgram:
 
     def _launch(self, chosen: Sequence[StepCode], symbols: Mapping[str, int]) -> None:
         """The ranks' launches side by side, up to a sum over ranks, which is done here, in rank order."""
-        pending: list[Launch] = []
+        pending: list[tuple[Launch, Variant]] = []
         for items in zip(*(steps.launches for steps in chosen), strict=True):
             if isinstance(items[0], BoundReduce):
-                self.interpreter.run(pending)
+                _run(pending)
                 pending = []
                 self._reduce([item for item in items if isinstance(item, BoundReduce)], symbols)
                 continue
@@ -122,8 +128,8 @@ class WholeProgram:
                 assert isinstance(item, BoundCall)
                 launch = self._resolve(rank, item, symbols)
                 if all(launch.grid):
-                    pending.append(launch)
-        self.interpreter.run(pending)
+                    pending.append((launch, item.variant))
+        _run(pending)
 
     def _reduce(self, items: Sequence[BoundReduce], symbols: Mapping[str, int]) -> None:
         parts = []
@@ -173,6 +179,10 @@ class WholeProgram:
             table[: len(values), : values.shape[1]] = values
         else:
             self._bytes(rank, name).view(np.int32)[: len(values)] = values
+
+
+def _run(pending: Sequence[tuple[Launch, Variant]]) -> None:
+    run([launch for launch, _ in pending], lambda: [variant for _, variant in pending])
 
 
 def _steps(program: CudaRank, decode: bool, tokens: int) -> StepCode:

@@ -10,7 +10,16 @@ import pytest
 from llmc.artifacts.errors import UsageError
 from llmc.artifacts.schema import Target
 from llmc.plugins.cpu.blocks import BLOCK_SIZES
-from llmc.profiles import best_level, faster_level, gpu_names, load_cpu_target, load_gpu, load_target, target_names
+from llmc.profiles import (
+    best_level,
+    faster_level,
+    gpu_names,
+    gpu_of_device,
+    load_cpu_target,
+    load_gpu,
+    load_target,
+    target_names,
+)
 
 
 def test_plain_cpu_does_not_depend_on_the_machine() -> None:
@@ -95,9 +104,15 @@ def test_only_a_cpu_target_is_taken_where_one_is_needed() -> None:
 def test_gpus_have_a_target_and_sensible_rates(name: str) -> None:
     gpu = load_gpu(name)
     assert f"cuda:sm_{gpu.sm}" in target_names()
+    assert gpu_of_device(gpu.device) == name
     assert 20e9 < gpu.memory < 200e9
     assert 20 < gpu.bf16_flops / gpu.bandwidth < 500  # the batch from which a decode step is bound by arithmetic
     assert gpu.fp8_flops is None or gpu.fp8_flops / gpu.bf16_flops == pytest.approx(2, rel=0.02)
+
+
+def test_a_device_that_nobody_described_has_no_name() -> None:
+    assert gpu_of_device("NVIDIA H200") == "h200-sxm"
+    assert gpu_of_device("NVIDIA H200 NVL") is None
 
 
 def test_an_unknown_gpu_is_refused_with_the_names() -> None:

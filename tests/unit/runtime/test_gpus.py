@@ -12,6 +12,7 @@ import pytest
 from llmc.artifacts.errors import EnvironmentFault, UnsupportedError, UsageError
 from llmc.artifacts.schema import Manifest, RankProgram, ShapeProfile, Target, TokenRange
 from llmc.runtime.cuda import gpus
+from llmc.runtime.cuda.buckets import LAUNCH_BYTES, MOST_GRAPHS, graphs_bytes
 from llmc.runtime.cuda.gpus import RESERVE, RESERVE_NCCL, Gpu, Survey, check, choose_gpu_blocks, fixed_bytes
 from llmc.runtime.options import CoreOptions
 
@@ -40,6 +41,10 @@ def gpu(free: int = 70 * GIB, sm: int = 90) -> Gpu:
         (Survey(12080, (gpu(),)), r"driver is of CUDA 12\.8, and this plan needs 13\.0 or later: update the driver"),
         (Survey(13000, ()), r"has 2 ranks, each on a GPU of its own, and this machine shows 0 GPU\(s\)"),
         (Survey(13000, (gpu(),)), r"has 2 ranks, .* shows 1 GPU\(s\); build it with --tp 1"),
+        (
+            Survey(13000, (gpu(sm=86), gpu())),
+            r"GPU 0 \(H100\) is of sm_86: the targets are cuda:sm_100, cuda:sm_120, cuda:sm_80, cuda:sm_89, cuda:sm_90",
+        ),
         (Survey(13000, (gpu(), gpu(sm=89))), r"GPU 1 \(H100\) is of sm_89: build it with --target cuda:sm_89"),
     ],
 )
@@ -50,6 +55,11 @@ def test_machines_that_cannot_run_it_are_refused_with_the_reason(machine: Survey
 
 def test_a_machine_that_can_is_taken() -> None:
     check(manifest().target, 2, Survey(13010, (gpu(), gpu(), gpu(sm=80))))
+
+
+def test_no_more_graphs_are_counted_than_are_held() -> None:
+    assert graphs_bytes(256, 1 << 17, 300) == MOST_GRAPHS * 300 * LAUNCH_BYTES
+    assert graphs_bytes(1, 100, 300) == 300 * LAUNCH_BYTES
 
 
 def test_no_driver_and_no_bindings_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +97,10 @@ def test_a_driver_that_fails_is_a_fault_of_the_machine(
 def test_the_fullest_gpu_decides_how_many_blocks_there_are() -> None:
     two = manifest(tp=2)
     fixed = fixed_bytes(two, two.ranks[0], PROFILE.max_num_seqs)
-    assert fixed > 12 * GIB + RESERVE + RESERVE_NCCL
+    # Decodes of 1, 2, 4 and 8 sequences, of up to 256, 512 and 1024 tokens.
+    graphs = 12 * two.ranks[0].launches * LAUNCH_BYTES
+    assert graphs_bytes(8, 1024, two.ranks[0].launches) == graphs
+    assert fixed > 12 * GIB + RESERVE + RESERVE_NCCL + graphs
     free = fixed + 100 * BLOCK + BLOCK // 2
     assert choose_gpu_blocks(two, (gpu(), gpu(free))) == 100
     # No more than all sequences at full length can use, unless it is asked for.

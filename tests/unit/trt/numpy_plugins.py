@@ -18,7 +18,7 @@ import numpy as np
 from llmc.builder.cuda.interpret import Address, Launch
 from llmc.builder.cuda.variant import Variant
 from llmc.builder.trt.ptx import Ptx
-from tests.unit.cuda.harness import interpreter
+from tests.unit.cuda.backend import interpreter
 from tests.unit.trt.numpy_tensorrt import NUMPY, Tensor
 
 #: Shared memory of a block that a launch may have without asking the driver for more, and what the code names of it.

@@ -26,6 +26,7 @@ from llmc.plugins.cpu.call import Pointer, RowStride
 from llmc.plugins.cuda.call import CudaCall, CudaEnv, Pool, Product, StepArray, Symbol, Temporary
 from llmc.plugins.paged_attention import Attrs
 from llmc.plugins.paged_attention.cuda import launch, layer_bytes
+from llmc.profiles import load_target
 from tests.unit.trt.numpy_plugins import MOST_SHARED, Plugins
 from tests.unit.trt.numpy_tensorrt import DataType
 
@@ -42,7 +43,8 @@ def assembler(sm: int) -> Path:
 
 def attention(sm: int, width: int = WIDTH) -> tuple[PluginKernel, Variant]:
     kv_bytes = layer_bytes(KV_HEADS, width, width, BLOCK, "bf16")
-    env = CudaEnv(sm, (1, 512), decode=False, block_size=BLOCK, kv_block_bytes=kv_bytes)
+    tactics = load_target(f"cuda:sm_{sm}").tactics["paged_attention"]
+    env = CudaEnv(sm, (1, 512), decode=False, block_size=BLOCK, kv_block_bytes=kv_bytes, tactics=tactics)
     q, y = TensorType("f32", ("T", HEADS, width)), TensorType("f32", ("T", HEADS * width))
     (call,) = launch(Attrs(3, HEADS, KV_HEADS, width, 0.125), [q], [y], env)
     strides = {RowStride("in", 0): HEADS * width, RowStride("out", 0): HEADS * width}
