@@ -1,7 +1,7 @@
 # make demo    install, fetch a real model, compile it, ask it a question
 # make test    everything that CI runs
 # make check   lint, types, import rules (part of test)
-# make bench   speed beside llama.cpp and OpenVINO in the same run, as tables in build/ (README=README.md: there, too)
+# make bench   speed beside llama.cpp and OpenVINO in the same run, as tables in build/ (RESULTS=FILE: there, too)
 # make frontier  throughput over latency of `llmc serve` and of llama.cpp's server, as a picture and a table
 # make soak MINUTES=30   a server under mixed load: no hang, no wrong answer, nothing leaks
 # make gpu     on a machine with an NVIDIA GPU: the tests that need one, then a benchmark beside the roofline
@@ -51,7 +51,7 @@ unit: $(INSTALLED) $(PLAN)
 	  --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20
 
 # One rank on all processors: how a single machine is served fastest. A quarter of an hour; nothing else should run meanwhile.
-PEERS = $(BIN)/python -m tests.perf.peers $(if $(README),--readme $(README))
+PEERS = $(BIN)/python -m tests.perf.peers $(if $(RESULTS),--into $(RESULTS))
 bench: $(BENCH_PLANS) $(PEER_MODELS) $(VENV)/.bench
 	$(PEERS) build/bench-{fp8,int8}-$(LEVEL).plan --against llama.cpp=$(firstword $(PEER_MODELS)) \
 	  --against openvino=$(firstword $(PEER_MODELS)) --prefill 512 2048 --context 2048 --out build/bench.md

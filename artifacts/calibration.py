@@ -30,6 +30,8 @@ WEIGHTS = ("fp8", "int8", "int4")
 ACTIVATIONS = ("token", "static", "none")
 #: What an output head can be beside rounded linear layers.
 LM_HEAD_DTYPES = ("bf16", "fp8")
+#: As a checkpoint that is quantized already has its output head.
+OWN_HEAD = "own"
 #: Those of a `Choice`.
 _NUMBERS = ("loss", "input_scale", "error")
 

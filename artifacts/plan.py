@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Self
@@ -43,7 +43,7 @@ class SectionSink:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._digest, self._piece = hashlib.sha256(), hashlib.sha256()
+        self._piece = hashlib.sha256()
         self._pieces: list[str] = []
         self.size = 0
 
@@ -51,7 +51,6 @@ class SectionSink:
         """Appends bytes to the section."""
         view = memoryview(data).cast("B")
         self._file.write(view)
-        self._digest.update(view)
         while view:
             part = view[: _PIECE - self.size % _PIECE]
             self._piece.update(part)
@@ -66,15 +65,15 @@ class SectionSink:
         self.write(bytes(-self.size % boundary))
         return self.size
 
-    def hexdigest(self) -> str:
-        """SHA-256 of what was written so far."""
-        return self._digest.hexdigest()
+    def digests(self) -> tuple[str, tuple[str, ...]]:
+        """`sha256` and `pieces` of the section, as far as it is written."""
+        open_piece = [self._piece.hexdigest()] if self.size % _PIECE or not self.size else []
+        pieces = (*self._pieces, *open_piece)
+        return (pieces[0], ()) if len(pieces) == 1 else (_of_pieces(pieces), pieces)
 
-    def pieces(self) -> tuple[str, ...]:
-        """As in `Section`."""
-        if self.size <= _PIECE:
-            return ()
-        return (*self._pieces, *([self._piece.hexdigest()] if self.size % _PIECE else []))
+
+def _of_pieces(pieces: Iterable[str]) -> str:
+    return hashlib.sha256(b"".join(map(bytes.fromhex, pieces))).hexdigest()
 
 
 class PlanWriter:
@@ -112,7 +111,7 @@ class PlanWriter:
         """Adds a member; raises EnvironmentFault when the disk is full."""
         with self._member(name) as (offset, sink):
             yield sink
-        self._sections.append(Section(name, offset, sink.size, sink.hexdigest(), sink.pieces()))
+        self._sections.append(Section(name, offset, sink.size, *sink.digests()))
 
     def add(self, name: str, data: bytes) -> None:
         """Adds a member of known bytes."""
@@ -234,7 +233,7 @@ class Plan:
     def _parts(self, section: Section) -> list[tuple[str, memoryview, str]]:
         """Name, bytes and SHA-256 of what is compared of a section."""
         data = self.section(section.name)
-        if not section.pieces:
+        if not section.pieces or _of_pieces(section.pieces) != section.sha256:
             return [(section.name, data, section.sha256)]
         cut = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
         if len(cut) != len(section.pieces):

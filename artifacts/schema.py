@@ -36,7 +36,8 @@ class CheckpointPin:
 @dataclass(frozen=True)
 class Section:
     """A member of the zip other than the manifest. `offset` is where its bytes start in the file, page aligned.
-    `pieces`: the SHA-256 of every 16 MiB of a larger one, which several processors can compare at once.
+    `pieces`: the SHA-256 of every 16 MiB of a larger one, which several processors can compare at once; `sha256` is
+    then that of these digests, one after the other.
     """
 
     name: str

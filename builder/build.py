@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from llmc.artifacts import VERSION
-from llmc.artifacts.calibration import WEIGHTS, CalibrationTable
+from llmc.artifacts.calibration import OWN_HEAD, WEIGHTS, CalibrationTable
 from llmc.artifacts.errors import CheckpointError, GateError
 from llmc.artifacts.kv_scales import KVScaleTable
 from llmc.artifacts.plan import PlanWriter, encode_manifest
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 #: LLMC_ABI_VERSION of plugins/cpu/abi.h (a test compares them).
-ABI_VERSION = 3
+ABI_VERSION = 4
 SHARED = "weights/shared.bin"
 
 
@@ -316,7 +316,8 @@ def _build_info(
         own = front.own.scheme if front.own is not None and kept else None
         if options.precision == "fp8":
             config["fp8_activations"] = own.activations if own else options.fp8_activations
-        config["lm_head_dtype"] = options.lm_head_dtype
+        if options.lm_head_dtype != OWN_HEAD:
+            config["lm_head_dtype"] = options.lm_head_dtype
         config[f"{options.precision}_scales"] = f"the checkpoint's ({own.name})" if own else "llmc's"
     if front.kv is not None:
         config["kv_scales"] = front.kv.source

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES, CalibrationTable
+from llmc.artifacts.calibration import ACTIVATIONS, LM_HEAD_DTYPES, OWN_HEAD, CalibrationTable
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import KVScales
@@ -249,7 +249,7 @@ def check_options(options: CompileOptions) -> None:
         raise UsageError(f"precision {options.precision!r} is not one of {', '.join(PRECISIONS)}")
     if options.fp8_activations not in ACTIVATIONS:
         raise UsageError(f"fp8 activations {options.fp8_activations!r} is not one of {', '.join(ACTIVATIONS)}")
-    if options.lm_head_dtype not in LM_HEAD_DTYPES:
+    if options.lm_head_dtype not in (*LM_HEAD_DTYPES, OWN_HEAD):
         raise UsageError(f"lm_head dtype {options.lm_head_dtype!r} is not one of {', '.join(LM_HEAD_DTYPES)}")
     if options.kv_dtype not in (None, *KV_TYPES):
         raise UsageError(f"kv dtype {options.kv_dtype!r} is not one of {', '.join(KV_TYPES)}")

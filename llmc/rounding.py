@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, read_table
+from llmc.artifacts.calibration import OWN_HEAD, WEIGHTS, CalibrationTable, read_table
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.builder.options import BuildOptions
 from llmc.builder.progress import Progress
@@ -56,7 +56,7 @@ class RoundingOptions:
         own = checkpoint.quantization
         if own is not None and own.linears and own.scheme.weights == precision:
             for option, value in self.given().items():
-                if option == "--lm-head-dtype":  # which such a checkpoint leaves alone
+                if option == "--lm-head-dtype":  # which such a checkpoint may leave alone
                     continue
                 raise UsageError(
                     f"{option} {value}: this checkpoint is {precision.upper()} already and brings its own scales; drop "
@@ -66,9 +66,9 @@ class RoundingOptions:
         return True
 
     def head(self, checkpoint: Checkpoint, precision: str) -> str:
-        """What the output head is to be: as asked, else as usual where weights are rounded, else bf16."""
+        """What the output head is to be: as asked, else as usual where weights are rounded, else the checkpoint's."""
         rounds = self.applies(checkpoint, precision)
-        return self.lm_head_dtype or (self.usual_head if rounds else "bf16")
+        return self.lm_head_dtype or (self.usual_head if rounds else OWN_HEAD)
 
     def table(self, checkpoint: Checkpoint, precision: str, progress: Progress) -> CalibrationTable | None:
         """None unless weights are rounded. Raises UsageError for options without effect or against the table's own,
@@ -108,7 +108,7 @@ class RoundingOptions:
     def resolve(self, options: BuildOptions, table: CalibrationTable | None) -> BuildOptions:
         """What the build's FP8 layers make of their inputs, and what its output head is."""
         activations = self.activations or (table.activations if table is not None else None) or self.usual
-        head = (self.lm_head_dtype or "bf16") if table is None else _head_of(table)
+        head = (self.lm_head_dtype or OWN_HEAD) if table is None else _head_of(table)
         return replace(options, fp8_activations=activations, lm_head_dtype=head)
 
     def given(self) -> dict[str, object]:

@@ -17,7 +17,7 @@ import numpy as np
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.runtime.native_sampler import Sampler, address_of
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _MESSAGE_BYTES = 512
 
 
@@ -151,12 +151,9 @@ class HostLibrary:
 
     def product_rate(self, products: int, rounds: int, threads: int) -> float:
         """Operations a second of products of one kind (plugins/cpu/products.py) that wait for nothing, `rounds` times
-        by each thread. Raises PlanError for code that has no such measurement, as of plans from before there was one.
+        by each thread. Raises PlanError for a kind that the level has no instructions for.
         """
-        try:
-            rate = self._dll.llmc_product_rate
-        except AttributeError:
-            raise PlanError(f"{self.name}: its code cannot tell how fast it multiplies; build the plan anew") from None
+        rate = self._dll.llmc_product_rate
         rate.restype, rate.argtypes = c_double, [c_int32, c_int64, c_int32]
         found = float(rate(products, rounds, threads))
         if not found:

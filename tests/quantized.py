@@ -43,10 +43,11 @@ def save_compressed(
     strategy: str = "channel",
     dynamic: bool = True,
     number: str = "float",
+    ignore: tuple[str, ...] = ("lm_head",),
     **overrides: Any,
 ) -> Path:
     """compressed-tensors' float-quantized or (`number` int) int-quantized format. Static activations get scales from
-    the largest input of a batch.
+    the largest input of a batch; modules of `ignore` stay as they are.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -65,7 +66,7 @@ def save_compressed(
         weights=QuantizationArgs(**shared, strategy=strategy, dynamic=False),
         input_activations=QuantizationArgs(**shared, strategy="token" if dynamic else "tensor", dynamic=dynamic),
     )
-    config = QuantizationConfig(config_groups={"linears": scheme}, ignore=["lm_head"], format=f"{number}-quantized")
+    config = QuantizationConfig(config_groups={"linears": scheme}, ignore=list(ignore), format=f"{number}-quantized")
     apply_quantization_config(model, config)
     for name, module in model.named_modules():
         if hasattr(module, "weight_scale"):

@@ -42,7 +42,7 @@ def choose_experts(graph: Graph) -> tuple[Graph, PassReport]:
         if first.op != "grouped_linear" or not _is_everyone(view, first.inputs[1]):
             continue
         second = view.only_user(first.out)
-        if second is None or second.op != "grouped_linear":
+        if second is None or second.op != "grouped_linear" or not _is_everyone(view, second.inputs[1]):
             continue  # the second of two, or one whose formula stands apart
         total = _sum(view, second)
         parts = _scaled(view, first.inputs[0])
@@ -88,7 +88,9 @@ def _scaled(view: View, rows: str) -> tuple[str, _Scores] | None:
         return None
     for row, column in (node.inputs, node.inputs[::-1]):
         flat = view.producer(column, "reshape")
-        if flat is None or view.types[row].shape[1] != 1 or view.types[column].shape[2] != 1:
+        if flat is None or any(view.types[name].rank != 3 for name in (row, column)):
+            continue
+        if view.types[row].shape[1] != 1 or view.types[column].shape[2] != 1:
             continue
         if view.types[flat.inputs[0]].shape == node.type.shape[:2]:
             scores = _scores(view, flat.inputs[0])

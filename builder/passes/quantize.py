@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.artifacts.calibration import WEIGHTS, CalibrationTable, Ranges
+from llmc.artifacts.calibration import OWN_HEAD, WEIGHTS, CalibrationTable, Ranges
 from llmc.artifacts.errors import UnsupportedError, UsageError
 from llmc.artifacts.schema import PassReport
 from llmc.artifacts.types import FP8_MAX, TensorType
@@ -64,8 +64,8 @@ _BY_ROW = {"fp8": ("f8e4m3", Fp8, Fp8Scale), "int8": ("i8", Int8, Int8Scale)}
 @dataclass(frozen=True)
 class Precision:
     """`name` fp32|bf16|fp8|int8|int4; `activations` token|static|none (fp8 only). `own`: what the checkpoint is
-    quantized with itself; where it holds weights whose bytes can be kept, nothing else is quantized. `lm_head`:
-    bf16|fp8 of the output head, where linear layers are rounded.
+    quantized with itself; where it holds weights whose bytes can be kept, nothing else is quantized, but for an output
+    head if that is asked. `lm_head`: bf16|fp8|own of the output head.
     """
 
     name: str
@@ -104,7 +104,7 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
     if precision.name == "fp32":
         return graph, report("quantize", graph, graph, 0, notes=notes)
     heads, routers, stored = head_linears(view), router_linears(view), precision.stored
-    matched, own = 0, 0
+    matched = own = heads_rounded = 0
     notes += [f"{len(routers)} linear layers that experts are chosen by stay float32"] if routers else []
     notes += _to_nearest(graph, precision)
     for node in graph:
@@ -116,22 +116,29 @@ def quantize(graph: Graph, precision: Precision) -> tuple[Graph, PassReport]:
             continue
         if stored:
             kept = None if node.op in _ALWAYS_BF16 else _kept(stored, node, recipe, precision.name)
-            rounded = kept is None and node.out in heads and precision.lm_head != "bf16"
+            rounded = kept is None and node.out in heads and precision.lm_head == "fp8"
             if kept:
+                _require_own_head(node, node.out in heads, precision)
                 edit.swap(node, _own(view, edit, node, kept, _own_x_scale(stored, recipe), precision))
             elif rounded:
-                edit.swap(node, _by_row(view, edit, node, precision, precision.lm_head, "none"))
+                edit.swap(node, _by_row(view, edit, node, precision, "fp8", "none"))
                 notes.append(f"{node.op} @{node.path}: the output head is rounded to FP8, to nearest")
             else:
                 edit.swap(node, _bf16(view, edit, node))
             matched, own = matched + 1, own + (kept is not None)
+            heads_rounded += rounded
             continue
         edit.swap(node, _node(view, edit, node, precision, node.out in heads, notes))
         matched += 1
     if own:
+        but = ", but for the output head" if heads_rounded else ""
         notes.append(
             f"{own} linears keep the {precision.name.upper()} weights and scales of the checkpoint, what it left alone "
-            "is bf16"
+            f"is bf16{but}"
+        )
+    if stored and precision.lm_head == "fp8" and not heads_rounded:
+        raise UnsupportedError(
+            "--lm-head-dtype fp8: this model's output head is no linear module that could be rounded; drop the option"
         )
     after = edit.finish()
     return after, report("quantize", graph, after, matched, notes=notes)
@@ -154,6 +161,15 @@ def _node(view: View, edit: Edit, node: Node, precision: Precision, head: bool, 
     if ranges is not None and ranges.choice is not None and ranges.choice.input_kept:
         activations = "none"
     return _by_row(view, edit, node, precision, precision.name, activations)
+
+
+def _require_own_head(node: Node, head: bool, precision: Precision) -> None:
+    """Raises UsageError where an output head that the checkpoint has quantized is asked to be something else."""
+    if head and precision.lm_head != OWN_HEAD:
+        raise UsageError(
+            f"--lm-head-dtype {precision.lm_head}: the checkpoint has the output head ({node.path}) in "
+            f"{precision.name.upper()} itself; drop the option"
+        )
 
 
 def _to_nearest(graph: Graph, precision: Precision) -> list[str]:

@@ -258,7 +258,8 @@ def product(e: Emitter, x: Name, matrix: Name, bias: Name | None) -> Name:
     turned = e.transposed(matrix)
     if turned is not None:
         return linear(e, x, turned, bias)
-    if matrix in e.recipes and bias is None and e.types[x].shape == (*lead, "T", e.types[matrix].shape[-2]):
+    by_expert = len(lead) == 1 and e.types[x].shape == (*lead, "T", e.types[matrix].shape[-2])
+    if matrix in e.recipes and bias is None and by_expert:
         return _by_expert(e, x, matrix)
     out = e.emit("matmul", [x, matrix])
     return out if bias is None else e.emit("add", [out, bias])

@@ -56,7 +56,9 @@ class OperatorTable:
 
 @dataclass(frozen=True)
 class Report:
-    """`bounds`: of the plan's works. The first system is the plan, of the model `model`."""
+    """`bounds`: of the plan's works. The first system is the plan, of the model `model`, with its weights in the plan's
+    file (`mmap`) or copied.
+    """
 
     model: str
     cpu: str
@@ -65,6 +67,7 @@ class Report:
     timings: tuple[Timing, ...]
     bounds: dict[Work, Bound]
     operators: tuple[OperatorTable, ...]
+    mmap: bool = True
 
     def timing(self, system: str, work: Work) -> Timing:
         """The one of that system at that work."""
@@ -76,6 +79,7 @@ class Report:
         return {
             "model": self.model,
             "cpu": self.cpu,
+            "mmap": self.mmap,
             "limits": [rates.data() for rates in self.limits],
             "systems": [row.data() for row in self.systems],
             "works": [_timing_data(t, self.bounds[t.work] if t.system == plan else None) for t in self.timings],
@@ -150,16 +154,19 @@ def run(
         systems=tuple(rows),
         timings=tuple(timings),
         bounds={work: bound(costs.of(work), limits.all) for work in works},
-        operators=tuple(_profile(path, costs, profiled, limits.all, repeats)),
+        operators=tuple(_profile(path, costs, profiled, limits.all, repeats, mmap)),
+        mmap=mmap,
     )
 
 
-def _profile(path: Path, costs: Costs, works: Sequence[Work], rates: Rates, repeats: int) -> list[OperatorTable]:
+def _profile(
+    path: Path, costs: Costs, works: Sequence[Work], rates: Rates, repeats: int, mmap: bool
+) -> list[OperatorTable]:
     """Medians over repeats of a step whose launches are timed."""
     if not works:
         return []
     tables = []
-    with engine(path, works, repeats, timed=True) as system:
+    with engine(path, works, repeats, timed=True, mmap=mmap) as system:
         ranks = len(system.plan.manifest.ranks)
         own = rates.part(ranks)
         for work in works:

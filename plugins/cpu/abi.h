@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LLMC_ABI_VERSION 3
+#define LLMC_ABI_VERSION 4
 
 // What a rank keeps for life. All pointers are 64-byte aligned at least.
 typedef struct llmc_rank {

@@ -159,8 +159,8 @@ class TileRowsOf {
     for (int line = 0; line < each; ++line) fetch(values, step * each + line);
   }
 
-  // Row r's products become weights, as the first operand of `steps` steps. Without softcap and slopes the largest product
-  // is the largest score, and the scale is part of the exponent's.
+  // Row r's products become weights, as the first operand of `steps` steps. Without softcap and slopes, and with a scale above
+  // 0, the largest product is the largest score, and the scale is part of the exponent's.
   template <class Seen>
   [[gnu::noinline]] void weights(const SPAN& s, int rows, int r, int steps, const Seen& seen, float* state) {
     using Score = decltype(seen.score);
@@ -169,7 +169,8 @@ class TileRowsOf {
     if (first < s.first_group) store(x + first * kLanes, splat(kNone));
     if (s.end_group % 2) store(x + s.end_group * kLanes, splat(kNone));
     const bool empty = seen.first >= seen.last;
-    const float factor = Score::kLinear ? seen.score.factor : 1, top = largest_score(s, seen, x), most = empty ? 0 : top;
+    const bool linear = Score::kLinear && seen.score.factor > 0;
+    const float factor = linear ? seen.score.factor : 1, top = largest_score(s, seen, x, linear), most = empty ? 0 : top;
     const Lanes times = splat(factor * 1.44269504f), shift = splat(-(most * (factor * 1.44269504f)));
     Lanes even = splat(0), odd = splat(0);
     float* to = weights_ + r / kSide * kSide * steps * kSide + r % kSide * kSide;
@@ -187,20 +188,19 @@ class TileRowsOf {
 
   // Products that are not seen become kNone; where a score is more than a product times a factor, products become scores.
   template <class Seen>
-  [[gnu::noinline]] static float largest_score(const SPAN& s, const Seen& seen, float* x) {
-    using Score = decltype(seen.score);
+  [[gnu::noinline]] static float largest_score(const SPAN& s, const Seen& seen, float* x, bool linear) {
     const Lanes from = splat(float(seen.first)), to = splat(float(seen.last));
     Lanes top[4] = {splat(kNone), splat(kNone), splat(kNone), splat(kNone)};
     const auto part = [&](int g) {
       Lanes score = load(x + g * kLanes);
-      if constexpr (!Score::kLinear) score = seen.score(score, g * kLanes);
+      if (!linear) score = seen.score(score, g * kLanes);
       const Lanes index = iota() + splat(float(g * kLanes));
       score = select((index >= from) & (index < to), score, splat(kNone));
       store(x + g * kLanes, score);
       top[0] = max(top[0], score);
     };
     int g = s.first_group;
-    if constexpr (Score::kLinear) {
+    if (linear) {
       const int whole = std::min((seen.first + kLanes - 1) / kLanes, s.end_group), end = seen.last / kLanes;
       for (; g < whole; ++g) part(g);
       for (; g + 4 <= end; g += 4)

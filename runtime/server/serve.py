@@ -236,7 +236,7 @@ class _Run:
             core.max_num_batched_tokens,
         )
         if isa := faster_level(self._context.plan.manifest.target, machine_features()):
-            log.info("this machine can do more than the plan asks of it: one built for cpu:%s is faster here", isa)
+            log.info("this machine can do more than the plan asks of it: one built for cpu:%s may be faster here", isa)
 
     async def _drain(self, service: Service) -> None:
         front = service.front

@@ -84,6 +84,17 @@ def test_the_output_head_that_a_checkpoint_left_alone_is_rounded_where_that_is_a
     assert 0.99 < cosine(got["bf16"], got["fp8"]) < 1 - 1e-6
 
 
+def test_an_output_head_that_a_checkpoint_has_quantized_stays_as_it_is(tmp_path: Path) -> None:
+    folder = save_compressed(tmp_path / "fp8", ignore=())
+    flow.build(folder, tmp_path / "p.plan", evaluate=False, profile=SMALL)
+    plan = Plan.open(tmp_path / "p.plan")
+    assert "lm_head_dtype" not in plan.manifest.build.config
+    assert "stored('lm_head.weight', 'f8e4m3')" in bytes(plan.section("graph/rank0.ir")).decode()
+    for head in ("bf16", "fp8"):
+        with pytest.raises(UsageError, match=rf"--lm-head-dtype {head}: .*output head \(lm_head\) in FP8 itself"):
+            flow.build(folder, tmp_path / "q.plan", lm_head_dtype=head, evaluate=False, profile=SMALL)
+
+
 def test_modelopts_bytes_are_kept_where_one_tensor_is_several_layers(tmp_path: Path) -> None:
     flow.dump_passes(save_modelopt(tmp_path / "fp8", "phi3"), tmp_path / "ir", "quantize", precision="fp8")
     graph = max((tmp_path / "ir").iterdir()).read_text()

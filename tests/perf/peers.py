@@ -1,11 +1,11 @@
-"""Times plans and peers in turn, several times over, and writes the table of the README.
+"""Times plans and peers in turn, several times over, and writes a table.
 
     python -m tests.perf.peers build/smollm2-fp8.plan build/smollm2-bf16.plan \
-        --against llama.cpp=build/model/SmolLM2-135M-Instruct.Q8_0.gguf --out build/bench.md [--readme README.md]
+        --against llama.cpp=build/model/SmolLM2-135M-Instruct.Q8_0.gguf --out build/bench.md [--into FILE]
 
 All systems hold their models at once and take turns at every work, so that a busy moment meets all of them. Rates are
-medians with the least and the most; a ratio is to the best peer at that work. With `--readme` the table also replaces
-what stands there between the lines `<!-- bench -->` and `<!-- /bench -->`.
+medians with the least and the most; a ratio is to the best peer at that work. With `--into` the table also replaces
+what stands in FILE between the lines `<!-- bench -->` and `<!-- end of bench -->`, or another mark.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def _rate(timing: Timing) -> str:
     return f"{median:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
 
 
-def replaced(readme: Path, mark: str, text: str) -> str:
-    """The README with the text between the marks; raises ValueError where they are missing."""
+def replaced(file: Path, mark: str, text: str) -> str:
+    """The file with the text between the marks; raises ValueError where they are missing."""
     first, last = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-    before, begin, rest = readme.read_text().partition(first)
+    before, begin, rest = file.read_text().partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{readme} has no lines {first.strip()} and {last.strip()}")
+        raise ValueError(f"{file} has no lines {first.strip()} and {last.strip()}")
     return f"{before}{first}{text}{last}{after}"
 
 
@@ -111,11 +111,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--no-mmap", action="store_true", help="copy the plans' weights, as `llmc serve --no-mmap`")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--readme", type=Path, help="write the table between <!-- MARK --> and <!-- end of MARK -->")
+    parser.add_argument("--into", type=Path, help="write the table between <!-- MARK --> and <!-- end of MARK -->")
     parser.add_argument("--mark", default="bench")
     options = parser.parse_args()
-    if options.readme is not None:
-        replaced(options.readme, options.mark, "")  # minutes would be lost over marks that are missing
+    if options.into is not None:
+        replaced(options.into, options.mark, "")  # minutes would be lost over marks that are missing
     chosen_peers = [parse_peer(text, None) for text in options.against]
     profiles = [Plan.open(path).manifest.profile for path in options.plans]
     longest = min(profile.max_seq_len for profile in profiles) - options.steps
@@ -139,8 +139,8 @@ def main() -> None:
     print(text, end="")
     if options.out is not None:
         options.out.write_text(text)
-    if options.readme is not None:
-        options.readme.write_text(replaced(options.readme, options.mark, text))
+    if options.into is not None:
+        options.into.write_text(replaced(options.into, options.mark, text))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ from tests.unit.plugins.native_step import Rank, Step, build, pack, source
 from tests.unit.plugins.test_attention import Case, expected, hide_after, hide_before, make
 
 ISA = "x86-64-amx"
-#: Groups of 3, 4, 1 and 24; blocks in which values lie in tiles and those that are copied; windows that begin between
-#: tiles; a cache of FP8; last, heads that no tile takes.
+#: Groups of 3, 4, 1, 24 and 71; a scale below 0; blocks in which values lie in tiles and those that are copied; windows
+#: that begin between tiles; a cache of FP8; last, heads that no tile takes.
 CASES = [
     Case(Attrs(0, 9, 3, 64, 0.125), 16, "bf16"),
     Case(Attrs(0, 8, 2, 128, 0.09, window=300), 32, "bf16"),
     Case(Attrs(0, 4, 4, 96, 0.1, window=37, softcap=30.0), 16, "bf16"),
     Case(Attrs(0, 24, 1, 32, 0.2, v_dim=64, sinks=True), 256, "bf16"),
     Case(Attrs(0, 4, 2, 64, 0.1, v_dim=96, slopes=True), 64, "bf16"),
+    Case(Attrs(0, 71, 1, 64, 0.125, chunk=100), 32, "bf16"),
+    Case(Attrs(0, 2, 1, 256, -0.06), 16, "bf16"),
     Case(Attrs(0, 9, 3, 64, 0.125, kv_scales=((0.25, 0.013, 3.0), (1.0, 0.5, 0.07))), 16, "f8e4m3"),
     Case(Attrs(0, 4, 2, 96, 0.1, v_dim=64, window=70, kv_scales=((0.1, 0.3), (0.2, 2.0))), 64, "f8e4m3"),
     Case(Attrs(0, 4, 2, 40, 0.2), 16, "bf16"),
@@ -100,7 +102,7 @@ def test_blocks_before_all_that_is_seen_are_not_read(index: int, lengths: list[t
 
 @pytest.mark.parametrize("size", [1e-3, 1e-19, 1e-30])
 def test_tiny_numbers_are_the_same_bits_in_every_chunk(size: float) -> None:
-    """Products below the smallest normal float count as zeros in both."""
+    """Products below the smallest normal float count as zeros."""
     case, total = CASES[0], 40
     step, cache, q = make(case, [(0, total)], seed=3)
     for store in (cache.keys, cache.values):
