@@ -1,10 +1,9 @@
 // Products in AMX's tiles: sixteen rows of x times sixteen outputs, 32 columns of bf16 or 64 of INT8 at a time. Comes in: x and
 // the second operand as words, pairs of bf16 or four INT8 in a float's place. Goes out: sums, floats or whole numbers.
 //
-// Of bf16, tdpbf16ps adds the products of a tile's even columns in order, those of its odd ones likewise, both from zero, then the
-// two sums, and that to the output: another order than vdpbf16ps's. A row's sums do not depend on the others. Subnormals are
-// zeros. Products and order: Intel's manual, TDPBF16PS. Of INT8
-// sums are exact in any order.
+// Of bf16, tdpbf16ps adds the products of a tile's even columns in order, those of its odd ones likewise, both from zero, then
+// the two sums, and that to the output: another order than vdpbf16ps's. A row's sums do not depend on the others. Subnormals
+// are zeros. Products and order: Intel's manual, TDPBF16PS. Of INT8 sums are exact in any order.
 //
 // x lies as tiles do: sixteen words of each of sixteen rows, then the next sixteen words. The second operand likewise: a row
 // for each word of x, a word for each output. Tiles that lie in one run are loaded twice as fast as others.

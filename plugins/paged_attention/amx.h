@@ -1,7 +1,7 @@
 // A partition's work for a tile of queries in AMX's tiles, over a cache of bf16 or E4M3 that lies as tiles do (layout.h):
-// queries and weights are rounded to bf16, sums are floats. One row goes through the same instructions as many, steps begin at multiples
-// of 32 keys of the partition whatever the tile sees, and keys that it does not see count as zeros: a row's results do not
-// depend on the others.
+// queries and weights are rounded to bf16, sums are floats. One row goes through the same instructions as many, steps begin at
+// multiples of 32 keys of the partition whatever the tile sees, and keys that it does not see count as zeros: a row's results
+// do not depend on the others.
 #pragma once
 #include <algorithm>
 

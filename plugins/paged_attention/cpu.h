@@ -1,6 +1,7 @@
 // Attention of a step's queries over the paged cache, for one layer. plugins/cpu/partitions.h has the order of arithmetic
 // and the division of work: a tile is up to kTileRows (query, head) rows of one sequence and KV head; a sink is joined last
-// of all. What a tile computes of a partition: vectors.h, or amx.h with AMX over a cache of bf16 or E4M3, whose products are of bf16.
+// of all. What a tile computes of a partition: vectors.h, or amx.h with AMX over a cache of bf16 or E4M3, whose products are
+// of bf16.
 #pragma once
 #include <algorithm>
 #include <type_traits>
