@@ -194,10 +194,11 @@ class _StreamedEmbedding(nn.Embedding):
         return torch.cat(rows)[places]
 
 
-class _StreamedLinear(nn.Linear):
+class StreamedLinear(nn.Linear):
     """Multiplies by blocks of rows; nothing of the weight is kept for the backward pass, which reads it again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As Linear's."""
         y: torch.Tensor = _Multiply.apply(x, self._llmc_read, self.out_features)
         return y if self.bias is None else y + self.bias
 
@@ -225,4 +226,4 @@ def _blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-_STREAMED: dict[type[nn.Module], type[nn.Module]] = {nn.Embedding: _StreamedEmbedding, nn.Linear: _StreamedLinear}
+_STREAMED: dict[type[nn.Module], type[nn.Module]] = {nn.Embedding: _StreamedEmbedding, nn.Linear: StreamedLinear}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmc.builder.streamed import weight_blocks, weight_of
+from llmc.builder.streamed import StreamedLinear, weight_blocks, weight_of
 
 #: Elements of a weight that are worked on at once: an output head can have hundreds of millions.
 _BLOCK = 1 << 22
@@ -29,7 +29,7 @@ def linear_modules(model: Any) -> dict[str, nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    products = (nn.Linear.forward, Conv1D.forward)
+    products = (nn.Linear.forward, Conv1D.forward, StreamedLinear.forward)
     return {
         path: module
         for path, module in model.named_modules()
