@@ -21,7 +21,7 @@ from llmc.artifacts.plan import Plan
 from llmc.artifacts.sampler_params import GREEDY
 from llmc.plugins.sampler import reference
 from llmc.runtime.executor import Executor
-from llmc.runtime.native import SamplingRow
+from llmc.runtime.native_sampler import SamplingRow
 from llmc.runtime.sampling import params_of
 from llmc.runtime.step import Chunk, Copies, StepBatch
 from llmc.tiny_model import tiny_model

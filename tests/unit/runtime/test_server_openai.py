@@ -5,6 +5,7 @@ from typing import Any
 import openai
 import pytest
 
+from llmc.artifacts.schema import FORMAT_VERSION
 from llmc.runtime.text import Tokenizer
 from tests.unit.runtime.fake_plan import byte_level
 from tests.unit.runtime.servers import Server
@@ -253,7 +254,7 @@ def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
 def test_version_health_and_ready(server: Server) -> None:
     version = server.http.get("/version").json()
     assert version["checkpoint_digest"] == "c" * 64
-    assert version["format"] == 1
+    assert version["format"] == FORMAT_VERSION
     assert len(version["plan_digest"]) == 64
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready"}
