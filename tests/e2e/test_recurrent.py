@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +22,7 @@ from llmc.runtime.engine import Engine, SamplingParams
 from llmc.runtime.selftest import Probe
 from tests.builds import SMALL
 from tests.models import save_checkpoint, tiny_model
-from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.servers import Server, Stopwatch, real_server
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,15 +102,26 @@ def test_a_cancelled_request_leaves_nothing_in_its_slot(
 def test_sequences_that_are_set_back_compute_their_state_anew(
     plans: dict[str, Path], wanted: dict[str, list[str]]
 ) -> None:
-    """Blocks for little more than one sequence of full length; the prompts come in one request, so that all of them are
-    there before the first ends: what fits grows out of the pool, however fast the machine is.
+    """Blocks for little more than one sequence of full length. The core stands still until all prompts are sent: so
+    none ends before another begins, and what is admitted grows out of the pool, however fast or busy the machine is.
     """
     manifest = Plan.open(plans["lfm2"]).manifest
     blocks = -(-manifest.profile.max_seq_len // manifest.profile.block_size) + 2
-    sizes = ("--kv-bytes", str(blocks * manifest.kv_block_bytes), "--max-num-seqs", "24")
-    with real_server(plans["lfm2"], "--served-model-name", "tiny", *sizes) as server:
-        assert answers_of(server, PROMPTS * 4) == wanted["lfm2"] * 4
-        assert server.metric("num_preemptions_total") > 0
+    prompts, params = PROMPTS * 4, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with (
+        Engine(plans["lfm2"], num_blocks=blocks, max_num_seqs=len(prompts)) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        front, core = engine._service.front, engine._service.process
+        assert core is not None
+        os.kill(core.process.pid, signal.SIGSTOP)
+        try:
+            answers = pool.submit(engine.generate, prompts, params)
+            assert Stopwatch().wait(lambda: len(front._live) == len(prompts), 30)
+        finally:
+            os.kill(core.process.pid, signal.SIGCONT)
+        assert [answer.text for answer in answers.result()] == wanted["lfm2"] * 4
+        assert Stopwatch().wait(lambda: front.stats is not None and front.stats.preemptions > 0, 10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
