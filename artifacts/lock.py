@@ -18,7 +18,7 @@ LOCK_VERSION = 1
 
 
 class LockEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pinned plan: SHA-256 of its manifest (which holds every section's), its checkpoint, its compiler."""
+    """One pinned plan: SHA-256 of its manifest (which holds the hashes of sections), its checkpoint, its compiler."""
 
     plan: str
     compiler: str

@@ -4,8 +4,9 @@ Comes in: sections (bytes), a `Manifest`. Goes out: `engine.plan`, and from one 
 mapped file. Must not know: what the sections mean.
 
 The file is a zip with stored members whose bytes start on page boundaries: `unzip -l` lists it and mmap maps it.
-manifest.json comes last and carries every other member's offset, size and SHA-256; the SHA-256 of its own bytes is the
-plan's digest. Times and permissions are fixed: the same inputs give the same bytes.
+manifest.json comes last and carries every other member's offset, size and BLAKE3 hash, a tree that several processors
+work out at once, each four times as fast as SHA-256; the SHA-256 of its own bytes is the plan's digest. Times and
+permissions are fixed: the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Self
 
 import msgspec
+from blake3 import blake3
 
 from llmc.artifacts.errors import EnvironmentFault, PlanError
 from llmc.artifacts.files import disk_errors, temporary_beside
@@ -35,7 +36,6 @@ _PADDING_ID = 0xD935  # the extra-field id that zip alignment tools use
 _LOCAL_HEADER = 30
 _ZIP64_EXTRA = 20
 _DOS_EPOCH = (1980, 1, 1, 0, 0, 0)
-_PIECE = 16 << 20
 
 
 class SectionSink:
@@ -43,37 +43,24 @@ class SectionSink:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._piece = hashlib.sha256()
-        self._pieces: list[str] = []
+        self._hash = blake3()
         self.size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Appends bytes to the section."""
         view = memoryview(data).cast("B")
         self._file.write(view)
-        while view:
-            part = view[: _PIECE - self.size % _PIECE]
-            self._piece.update(part)
-            self.size += len(part)
-            if self.size % _PIECE == 0:
-                self._pieces.append(self._piece.hexdigest())
-                self._piece = hashlib.sha256()
-            view = view[len(part) :]
+        self._hash.update(view)
+        self.size += len(view)
 
     def align(self, boundary: int) -> int:
         """Pads with zeros to a multiple of `boundary`; returns the offset in the section."""
         self.write(bytes(-self.size % boundary))
         return self.size
 
-    def digests(self) -> tuple[str, tuple[str, ...]]:
-        """`sha256` and `pieces` of the section, as far as it is written."""
-        open_piece = [self._piece.hexdigest()] if self.size % _PIECE or not self.size else []
-        pieces = (*self._pieces, *open_piece)
-        return (pieces[0], ()) if len(pieces) == 1 else (_of_pieces(pieces), pieces)
-
-
-def _of_pieces(pieces: Iterable[str]) -> str:
-    return hashlib.sha256(b"".join(map(bytes.fromhex, pieces))).hexdigest()
+    def digest(self) -> str:
+        """The BLAKE3 hash of what is written so far."""
+        return self._hash.hexdigest()
 
 
 class PlanWriter:
@@ -111,7 +98,7 @@ class PlanWriter:
         """Adds a member; raises EnvironmentFault when the disk is full."""
         with self._member(name) as (offset, sink):
             yield sink
-        self._sections.append(Section(name, offset, sink.size, *sink.digests()))
+        self._sections.append(Section(name, offset, sink.size, sink.digest()))
 
     def add(self, name: str, data: bytes) -> None:
         """Adds a member of known bytes."""
@@ -216,32 +203,19 @@ class Plan:
         """
         if bad := self.altered_sections(but):
             raise PlanError(
-                f"{self.path}: section {', '.join(bad)} does not match its SHA-256 in the manifest: the file was "
+                f"{self.path}: section {', '.join(bad)} does not match its hash in the manifest: the file was "
                 f"altered or damaged. Copy it again or rebuild it"
             )
 
     def altered_sections(self, but: tuple[str, ...] = ()) -> list[str]:
         """Names of the sections whose bytes do not match the manifest, without those that begin with one of `but`."""
         sections = [section for section in self.manifest.sections if not section.name.startswith(but)]
-        parts = [part for section in sections for part in self._parts(section)]
-        parts.sort(key=lambda part: -len(part[1]))  # the last to end should be short
-        with ThreadPoolExecutor(usable_cpus()) as pool:  # hashlib lets others run
-            digests = pool.map(lambda part: hashlib.sha256(part[1]).hexdigest(), parts)
-            bad = {name for (name, _, wanted), digest in zip(parts, digests, strict=True) if digest != wanted}
-        return [section.name for section in sections if section.name in bad]
+        return [section.name for section in sections if self._hash(section) != section.blake3]
 
-    def _parts(self, section: Section) -> list[tuple[str, memoryview, str]]:
-        """Name, bytes and SHA-256 of what is compared of a section."""
-        data = self.section(section.name)
-        if not section.pieces or _of_pieces(section.pieces) != section.sha256:
-            return [(section.name, data, section.sha256)]
-        cut = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
-        if len(cut) != len(section.pieces):
-            raise PlanError(
-                f"{self.path}: section {section.name!r} has {len(section.pieces)} pieces in the manifest, and its "
-                f"{len(data)} bytes are {len(cut)}: rebuild the plan"
-            )
-        return [(section.name, part, digest) for part, digest in zip(cut, section.pieces, strict=True)]
+    def _hash(self, section: Section) -> str:
+        # Starting threads takes longer than hashing a small section.
+        threads = usable_cpus() if section.size > 1 << 20 else 1
+        return blake3(self.section(section.name), max_threads=threads).hexdigest()
 
     def _check_layout(self) -> None:
         for section in self.manifest.sections:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: Raised by one whenever a reader of the older number could misread the newer file.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 #: The section with the sampler of a plan whose kernels run on a GPU.
 HOST_LIBRARY = "code/host.so"
@@ -35,16 +35,14 @@ class CheckpointPin:
 
 @dataclass(frozen=True)
 class Section:
-    """A member of the zip other than the manifest. `offset` is where its bytes start in the file, page aligned.
-    `pieces`: the SHA-256 of every 16 MiB of a larger one, which several processors can compare at once; `sha256` is
-    then that of these digests, one after the other.
+    """A member of the zip other than the manifest. `offset` is where its bytes start in the file, page aligned;
+    `blake3` their hash in hex.
     """
 
     name: str
     offset: int
     size: int
-    sha256: str
-    pieces: tuple[str, ...] = ()
+    blake3: str
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ class Finding:
 
 
 def check_sections(plan: Plan) -> list[Finding]:
-    """Every section against its SHA-256."""
+    """Every section against its hash."""
     altered = set(plan.altered_sections())
     return [
         Finding(
             f"section {s.name}",
             s.name not in altered,
-            "differs from the manifest: altered or damaged" if s.name in altered else f"sha256 {s.sha256[:16]}",
+            "differs from the manifest: altered or damaged" if s.name in altered else f"blake3 {s.blake3[:16]}",
         )
         for s in plan.manifest.sections
     ]

@@ -131,9 +131,9 @@ def _print_summary(plan: Plan) -> None:
         nodes = f"{report.nodes_before} -> {report.nodes_after}"
         passes.add_row(report.name, str(report.matched), nodes, "; ".join(report.notes))
     console.print(passes)
-    sections = Table("section", "bytes", "sha256", box=None, title="sections", title_justify="left")
+    sections = Table("section", "bytes", "blake3", box=None, title="sections", title_justify="left")
     for section in plan.manifest.sections:
-        sections.add_row(section.name, f"{section.size:,}", section.sha256[:16])
+        sections.add_row(section.name, f"{section.size:,}", section.blake3[:16])
     console.print(sections)
 
 

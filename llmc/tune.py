@@ -176,7 +176,7 @@ def _if_it_fits(plan: Callable[[Mapping[str, int]], Path], tactics: Mapping[str,
 def _code(path: Path) -> dict[str, str]:
     """Hashes of what ranks run."""
     sections = Plan.open(path).manifest.sections
-    return {section.name: section.sha256 for section in sections if section.name.startswith("code/")}
+    return {section.name: section.blake3 for section in sections if section.name.startswith("code/")}
 
 
 def _gpu_ratios(ours: Path, theirs: Path, repeats: int) -> dict[int, float]:

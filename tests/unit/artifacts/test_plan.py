@@ -1,7 +1,6 @@
 """The plan file: alignment, reproducible bytes, and every kind of damage refused with one clear error."""
 
 import errno
-import hashlib
 import io
 import os
 import zipfile
@@ -9,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from llmc.artifacts import plan as plan_module
 from llmc.artifacts.errors import EnvironmentFault, PlanError
@@ -93,38 +93,28 @@ def test_one_flipped_byte_names_the_section(path: Path, name: str) -> None:
         Plan.open(path)
 
 
-@pytest.mark.parametrize("size", [2 * PAGE, 2 * PAGE + 1, 5 * PAGE - 1])
-def test_large_sections_are_compared_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("llmc.artifacts.plan._PIECE", 2 * PAGE)
-    data = os.urandom(size)
+#: BLAKE3 of no bytes, from its published test vectors.
+EMPTY = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+
+
+def test_a_large_section_written_in_parts(tmp_path: Path) -> None:
+    data = os.urandom((1 << 20) + 7)  # more than one branch of the tree
     with PlanWriter(tmp_path / "engine.plan") as writer:
         with writer.section("weights") as sink:
-            for start in range(0, size, 777):  # across the ends of pieces
-                sink.write(data[start : start + 777])
+            assert sink.digest() == EMPTY
+            for start in range(0, len(data), 7777):
+                sink.write(data[start : start + 7777])
         writer.seal(manifest())
         path = writer.publish()
     entry = Plan.open(path).entry("weights")
-    digests = [hashlib.sha256(data[start : start + 2 * PAGE]) for start in range(0, size, 2 * PAGE)]
-    if len(digests) == 1:
-        assert (entry.sha256, entry.pieces) == (digests[0].hexdigest(), ())
-    else:
-        assert entry.pieces == tuple(digest.hexdigest() for digest in digests)
-        assert entry.sha256 == hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+    assert entry.blake3 == blake3(data).hexdigest()
     whole = path.read_bytes()
-    for at in (0, size // 2, size - 1):
+    for at in (0, len(data) // 2, len(data) - 1):
         damaged = bytearray(whole)
         damaged[entry.offset + at] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(PlanError, match="section weights does not match"):
             Plan.open(path)
-
-
-def test_pieces_that_do_not_make_up_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmc.artifacts.plan._PIECE", PAGE)
-    path = write(tmp_path / "engine.plan")
-    monkeypatch.setattr("llmc.artifacts.plan._PIECE", 2 * PAGE)
-    with pytest.raises(PlanError, match="has 4 pieces in the manifest, and its 12293 bytes are 2"):
-        Plan.open(path)
 
 
 def test_one_flipped_byte_in_the_manifest(path: Path) -> None:
