@@ -43,6 +43,9 @@ constexpr ByteIndex byte_index(int first) {
 // Of 32-bit words of rows k and k + 1, the pairs of bytes that stand in the lower (piece 0) or the upper half are put side
 // by side; then even bytes and odd ones become bf16 where they stand. So vector j holds outputs 8j..8j+7 of both groups of
 // 32 (Fp8), and nothing is moved but by one byte shuffle a vector.
+//
+// Shifted to its place with its sign behind it, E4M3's exponent is biased by 7; bf16's, by 127, has room for 128 more above
+// it: one operation masks and biases, and numbers come out 2^8 times as large, which `value` makes up for.
 template <>
 struct TileWeights<InTiles<Fp8Pairs>> {
   using Words = Bf16Words;
@@ -56,28 +59,36 @@ struct TileWeights<InTiles<Fp8Pairs>> {
       z = _mm512_mask_shuffle_epi8(first, 0xCCCCCCCCCCCCCCCC, second, _mm512_load_si512(kLower.at));
     else
       z = _mm512_mask_shuffle_epi8(second, 0x3333333333333333, first, _mm512_load_si512(kUpper.at));
-    const __m512i digits = _mm512_set1_epi16(0x07F0), sign = _mm512_set1_epi16(int16_t(0x8000));
-    const __m512i below = _mm512_slli_epi16(z, 8);
-    __m512i even = biased(_mm512_and_si512(_mm512_slli_epi16(z, 4), digits));
-    __m512i odd = biased(_mm512_and_si512(_mm512_srli_epi16(z, 4), digits));
+    __m512i even = biased(_mm512_slli_epi16(z, 8)), odd = biased(z);
     // One weight in some thousands is below 2^-6.
     if (_mm512_testn_epi8_mask(z, _mm512_set1_epi8(0x78))) [[unlikely]] {
-      const __m512i table = _mm512_load_si512(kBelow);
-      even = _mm512_mask_permutexvar_epi16(even, _mm512_testn_epi16_mask(z, _mm512_set1_epi16(0x78)), z, table);
-      odd = _mm512_mask_permutexvar_epi16(odd, _mm512_testn_epi16_mask(z, _mm512_set1_epi16(0x7800)),
-                                          _mm512_srli_epi16(z, 8), table);
+      even = with_small(even, _mm512_slli_epi16(z, 8));
+      odd = with_small(odd, z);
     }
-    low = (Vec)_mm512_or_si512(even, _mm512_and_si512(below, sign));
-    high = (Vec)_mm512_or_si512(odd, _mm512_and_si512(z, sign));
+    low = (Vec)even;
+    high = (Vec)odd;
   }
   static Lanes value(const float* acc, int at) {
     const int group = at / 32, vector = at % 32 / 8;
     const float* from = acc + vector * kTileWords + group * 8;
-    return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)), _mm256_loadu_ps(from + kTileWords), 1)};
+    const __m512 sums = _mm512_castps256_ps512(_mm256_loadu_ps(from));
+    return Lanes{_mm512_insertf32x8(sums, _mm256_loadu_ps(from + kTileWords), 1)} * splat(1.0f / 256);
   }
 
  private:
-  static __m512i biased(__m512i digits) { return _mm512_add_epi16(digits, _mm512_set1_epi16(120 << 7)); }
+  // The upper bytes of words: (digits & mask) | bias.
+  static __m512i biased(__m512i words) {
+    return _mm512_ternarylogic_epi32(_mm512_srai_epi16(words, 4), _mm512_set1_epi16(int16_t(0x87F0)),
+                                     _mm512_set1_epi16(0x4000), 0xEA);
+  }
+  // Those below 2^-6 are multiples m of 2^-9: m / 2 comes from a table, by the last digits.
+  [[gnu::noinline]] static __m512i with_small(__m512i numbers, __m512i words) {
+    alignas(64) static constexpr uint16_t halves[32] = {0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4020, 0x4040, 0x4060};
+    const __mmask32 small = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x7800));
+    const __m512i size =
+        _mm512_mask_permutexvar_epi16(numbers, small, _mm512_srli_epi16(words, 8), _mm512_load_si512(halves));
+    return _mm512_or_si512(size, _mm512_and_si512(words, _mm512_set1_epi16(int16_t(0x8000))));
+  }
 };
 
 // Four k of an output, of which two rows of a panel have two each.

@@ -221,6 +221,12 @@ EMULATED __m512 _mm512_andnot_ps(__m512 a, __m512 b) { return bits(a, b, [](uint
 EMULATED __m512 _mm512_abs_ps(__m512 a) { return bits(a, a, [](uint32_t x, uint32_t) { return x & 0x7FFFFFFF; }); }
 EMULATED __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+EMULATED __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
+  __m512i result = a ^ a;
+  for (int row = 0; row < 8; ++row)  // a's bit is the highest of a row's number
+    if (table >> row & 1) result |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+  return result;
+}
 EMULATED __m512i _mm512_slli_epi32(__m512i a, unsigned n) { return map<uint32_t>(a, [=](uint32_t x) { return x << n; }); }
 EMULATED __m512i _mm512_srli_epi32(__m512i a, unsigned n) { return map<uint32_t>(a, [=](uint32_t x) { return x >> n; }); }
 EMULATED __m512i _mm512_slli_epi16(__m512i a, unsigned n) {
