@@ -179,7 +179,8 @@ class PartitionedAttention {
       if (owner(start + KERNEL::unit_start(t, part)) != tid_) continue;
       if (!loaded) kernel.load_queries(t);
       loaded = true;
-      kernel.unit(t, part, running ? partial : next);
+      const int64_t behind = start + KERNEL::unit_start(t, part + 1);
+      kernel.unit(t, part, running ? partial : next, behind < total_ && owner(behind) == tid_);
       if (running)
         KERNEL::Rows::join(running, partial, t.rows());
       else

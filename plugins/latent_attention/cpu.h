@@ -121,7 +121,7 @@ class LatentAttention : public PartitionedAttention<LatentAttention<H, L, R, BS,
     return reinterpret_cast<const KV*>(c_.rank->kv + number * block_bytes_ + offset_) + int64_t(position % BS) * kRow;
   }
 
-  void unit(const Tile& t, int part, float* to) const {
+  void unit(const Tile& t, int part, float* to, bool) const {
     const int base = part * kPartition, count = std::min(t.end() - base, kPartition);
     for (int key = 0; key < count; key += kLanes) {
       turn(row(t, base + key));

@@ -34,6 +34,8 @@ class TileRowsOf {
   static constexpr bool kInPlace = std::is_same_v<KV, bf16>;  // as the instructions want it
   static constexpr int kScores = kPartition + kLanes;  // from row to row: not a power of two, which a cache has few sets for
   static constexpr int kSteps = kPartition / kPiece;   // 32 keys each
+  static constexpr int kAtOnce = 16;                   // tiles that are fetched before a thread's first unit begins
+  using Next = typename SPAN::Fetching;
 
  public:
   void load_query(int rows, int r, const float* q) {
@@ -44,6 +46,7 @@ class TileRowsOf {
   template <class Seen>
   void unit(const SPAN& s, int kv_head, int rows, const Seen& seen, float* to) {
     const int steps = (s.end_group + 1) / 2 - s.first_group / 2;
+    if (rows <= kSide) return unit_of_few(s, kv_head, rows, steps, seen, to);
     for (int top = 0; top < rows; top += kBlockRows) {
       const int count = std::min(rows - top, kBlockRows);
       if (count > kSide)
@@ -66,6 +69,8 @@ class TileRowsOf {
   const float *keys_at_[kPartition / kLanes], *values_at_[kSteps];  // tiles of a group's keys, of 32 keys' values
   alignas(64) float keys_[kInPlace ? kLanes : kPartition / 2 * D];
   alignas(64) float values_[kPartition / 2 * DV];
+  alignas(64) float near_[2][4][kTileWords];  // tiles that are not multiplied where they lie, and those of the step behind
+  bool fetched_ = false;                      // whether the unit was fetched while the one before was computed
 
   // Sums of `steps` products of both rows' tiles with two tiles each, second(step, 0 and 1), to to[row][stride].
   template <class Second>
@@ -135,29 +140,105 @@ class TileRowsOf {
       const auto keys = [&](int step, int i) {  // of a group that is not there another stands in
         return keys_at_[std::clamp(group + i, s.first_group, s.end_group - 1)] + step * kTileWords;
       };
-      const auto fetching = [&](int step, int i) {
-        fetch_part(s, kv_head, group + i, step);
-        return keys(step, i);
-      };
       if (upper.rows)
         multiply(D / kPiece, lower, upper, keys, scores_ + group * kLanes, kScores);
       else
-        multiply_few<4>(D / kPiece, lower, fetching, scores_ + group * kLanes, kScores);
+        multiply_few<4>(D / kPiece, lower, keys, scores_ + group * kLanes, kScores);
     }
   }
 
-  // With few rows memory takes longer than the arithmetic, and blocks lie anywhere, so the hardware cannot foresee them. Beside
-  // one of a group's tiles: so much of its values, and of the keys half a partition later. A call that only fetches g++ drops.
-  [[gnu::always_inline]] static void fetch_part(const SPAN& s, int kv_head, int group, int step) {
-    constexpr int lines = kTileBytes * kSide * int(sizeof(KV)) / 2 / 64, each = lines * DV / D, later = kPartition / kLanes / 2;
-    if (group < s.first_group || group >= s.end_group) return;
-    const KV* keys = group + later < s.end_group ? s.keys(kv_head, (group + later) * kLanes)
-                     : group >= later            ? s.next_keys(kv_head, (group - later) * kLanes)
-                                                 : nullptr;
-    for (int line = 0; keys && line < lines; ++line) fetch(keys, step * lines + line);
-    const KV* values = s.values_run(kv_head, group * kLanes);
-    for (int line = 0; line < each; ++line) fetch(values, step * each + line);
+  // ---- up to sixteen rows: memory takes longer than the arithmetic, and each key and value is wanted once ----
+
+  template <class Seen>
+  void unit_of_few(const SPAN& s, int kv_head, int rows, int steps, const Seen& seen, float* to) {
+    shapes_.set_panel(rows);
+    Next next(s.next, s.next_head);
+    if (fetched_) {
+      score_few(s, kv_head, rows, [&]() __attribute__((always_inline)) { next.tile(); });
+    } else {
+      Next own(s.blocks, kv_head);
+      for (int i = 0; i < kAtOnce; ++i) own.tile();
+      score_few(s, kv_head, rows, [&]() __attribute__((always_inline)) {
+        own.tile();
+        own.tile();
+        next.tile();
+      });
+    }
+    fetched_ = true;
+    for (int r = 0; r < rows; ++r) weights(s, rows, r, steps, seen(r), to + r * STRIDE + STRIDE - kLanes);
+    int at = 0;
+    for (; at + 4 <= DV / kSide; at += 4) weigh_few<4>(s, kv_head, rows, steps, at, next, to);
+    for (; at < DV / kSide; at += 2) weigh_few<2>(s, kv_head, rows, steps, at, next, to);
   }
+
+  template <class Fetch>
+  void score_few(const SPAN& s, int kv_head, int rows, const Fetch& fetch_tile) {
+    constexpr int steps = D / kPiece, numbers = kTileWords * 2;
+    const TileRows x = tile_rows(queries_, D / 2, rows, 0);
+    const auto keys = [&](int group, int step) {  // of a group that is not there another stands in
+      return s.keys(kv_head, std::clamp(group, s.first_group, s.end_group - 1) * kLanes) + step * numbers;
+    };
+    int piece = 0;
+    for (int i = 0; !kInPlace && i < 4; ++i) widen_tile(keys(s.first_group / 4 * 4 + i, 0), near_[0][i]);
+    for (int group = s.first_group / 4 * 4; group < s.end_group; group += 4) {
+      const auto tile = [&](int step, int i) __attribute__((always_inline)) {
+        fetch_tile();
+        if constexpr (kInPlace) {
+          return reinterpret_cast<const float*>(keys(group + i, step));
+        } else {
+          const int at = piece + step;
+          const bool same = step + 1 < steps;
+          if (same || group + 4 < s.end_group)
+            widen_tile(keys(group + 4 * !same + i, same ? step + 1 : 0), near_[(at + 1) % 2][i]);
+          return static_cast<const float*>(near_[at % 2][i]);
+        }
+      };
+      multiply_few<4>(steps, x, tile, scores_ + group * kLanes, kScores);
+      piece += steps;
+    }
+  }
+
+  // Sums of the values' columns of so many tiles from tile `at` on times weights, to to[row][STRIDE].
+  template <int TILES>
+  void weigh_few(const SPAN& s, int kv_head, int rows, int steps, int at, Next& next, float* to) {
+    const TileRows x = tile_rows(weights_, steps * kSide, rows, 0);
+    const int first = s.first_group / 2;
+    const auto in_place = [&](int step) { return kInPlace && BS >= kPiece && (first + step + 1) * kPiece <= s.end; };
+    const auto bring = [&](int step, int i) __attribute__((always_inline)) {
+      if (!in_place(step)) values_tile(s, kv_head, first + step, at + i, near_[step % 2][i]);
+    };
+    for (int i = 0; i < TILES; ++i) bring(0, i);
+    const auto tile = [&](int step, int i) __attribute__((always_inline)) {
+      next.tile();
+      if (step + 1 < steps) bring(step + 1, i);
+      if (!in_place(step)) return static_cast<const float*>(near_[step % 2][i]);
+      return reinterpret_cast<const float*>(s.values(kv_head, (first + step) * kPiece)) + (at + i) * kTileWords;
+    };
+    multiply_few<TILES>(steps, x, tile, to + at * kSide, STRIDE);
+  }
+
+  static void widen_tile(const KV* from, float* to) {
+    for (int i = 0; i < kTileWords * 2; i += 64) widen(from + i, to + i / 2);
+  }
+
+  // Tile `column` of 32 keys' values, of which those that are not there are zeros.
+  static void values_tile(const SPAN& s, int kv_head, int step, int column, float* to) {
+    constexpr int half = kTileWords, run = std::min(BS, kPiece);
+    if (2 * step >= s.first_group && (step + 1) * kPiece <= s.end) {
+      for (int h = 0; h < 2; ++h) {
+        const KV* from = s.values(kv_head, step * kPiece + h * kLanes) + column * kSide * run;
+        for (int i = 0; i < half; i += 64) widen(from + i, to + (h * half + i) / 2);
+      }
+      return;
+    }
+    for (int h = 0; h < 2; ++h) {
+      const int g = 2 * step + h, count = g < s.first_group ? 0 : std::clamp(s.end - g * kLanes, 0, kLanes);
+      const KV* from = count ? s.values(kv_head, g * kLanes) + column * kSide * run : nullptr;
+      copy_tile(from, count, to + h * half / 2);
+    }
+  }
+
+  // ---- rows ----
 
   // Row r's products become weights, as the first operand of `steps` steps. Without softcap and slopes, and with a scale above
   // 0, the largest product is the largest score, and the scale is part of the exponent's.
@@ -264,16 +345,19 @@ class TileRowsOf {
   // Values of up to sixteen keys, zeros for the others.
   static void copy_group(const KV* from, int keys, float* to) {
     constexpr int run = std::min(BS, kPiece);
-    for (int column = 0; column < DV; column += kSide, to += kTileWords)
-      for (int row = 0; row < kLanes / 2; row += 2) {
-        if (2 * row < keys) widen(from + column * run + row * kPiece, to + row * kSide);
-        for (int i = row; i < row + 2; ++i) {
-          const int seen = std::clamp(keys - 2 * i, 0, 2);
-          if (seen == 2) continue;
-          const __m512i pairs = _mm512_load_si512(to + i * kSide);
-          _mm512_store_si512(to + i * kSide, seen ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)) : _mm512_setzero_si512());
-        }
+    for (int column = 0; column < DV; column += kSide, to += kTileWords) copy_tile(from + column * run, keys, to);
+  }
+  // The same of sixteen columns: half a tile.
+  static void copy_tile(const KV* from, int keys, float* to) {
+    for (int row = 0; row < kLanes / 2; row += 2) {
+      if (2 * row < keys) widen(from + row * kPiece, to + row * kSide);
+      for (int i = row; i < row + 2; ++i) {
+        const int seen = std::clamp(keys - 2 * i, 0, 2);
+        if (seen == 2) continue;
+        const __m512i pairs = _mm512_load_si512(to + i * kSide);
+        _mm512_store_si512(to + i * kSide, seen ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)) : _mm512_setzero_si512());
       }
+    }
   }
 };
 

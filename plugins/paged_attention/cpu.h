@@ -78,19 +78,27 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     return first;
   }
 
+  // The tile of KV head 0 that begins at a sequence's token.
+  Tile tile(int seq, int token) const {
+    const int last = step_.query_start[seq + 1];
+    Tile t{seq, token, std::min(kTileTokens, last - token), step_.context_len[seq] - last + token, 0, 0, 0};
+    t.first_part = t.begin() / kPartition;
+    t.last_part = (t.end() - 1) / kPartition;
+    return t;
+  }
+  // The one behind it; there is one.
+  Tile next(Tile t) const {
+    if (++t.kv_head < KH) return t;
+    const int token = t.token + t.tokens;
+    while (step_.query_start[t.seq + 1] == token) ++t.seq;
+    return tile(t.seq, token);
+  }
+
   // Calls f(tile of KV head 0).
   template <class F>
   void for_queries(F f) const {
-    for (int s = 0; s < step_.num_seqs; ++s) {
-      const int first = step_.query_start[s], last = step_.query_start[s + 1];
-      const int ahead = step_.context_len[s] - last;  // position - token
-      for (int token = first; token < last; token += kTileTokens) {
-        Tile t{s, token, std::min(kTileTokens, last - token), ahead + token, 0, 0, 0};
-        t.first_part = t.begin() / kPartition;
-        t.last_part = (t.end() - 1) / kPartition;
-        f(t);
-      }
-    }
+    for (int s = 0; s < step_.num_seqs; ++s)
+      for (int token = step_.query_start[s]; token < step_.query_start[s + 1]; token += kTileTokens) f(tile(s, token));
   }
   template <class F>
   void for_tiles(F f) const {
@@ -104,11 +112,10 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
   static int64_t key_cost(const Tile& t) { return t.rows() + 4; }
   static int64_t unit_start(const Tile& t, int part) {
     constexpr int64_t each = 512;
-    return part == t.first_part ? 0 : (part * kPartition - t.begin()) * key_cost(t) + each * (part - t.first_part);
+    const int key = std::min(part * kPartition, t.end());
+    return part == t.first_part ? 0 : (key - t.begin()) * key_cost(t) + each * (part - t.first_part);
   }
-  static int64_t cost(const Tile& t) {
-    return unit_start(t, t.last_part) + (t.end() - std::max(t.begin(), t.last_part * kPartition)) * key_cost(t) + 512;
-  }
+  static int64_t cost(const Tile& t) { return unit_start(t, t.last_part + 1); }
   int64_t cost() const {
     int64_t total = 0;
     for_queries([&](const Tile& t) { total += cost(t) * KH; });
@@ -128,17 +135,26 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
     return reinterpret_cast<const KV*>(c_.rank->kv + number * in_.block_bytes + in_.offset);
   }
 
-  Parts span(const Tile& t, int part) const {
-    const int base = part * kPartition;
-    const int begin = std::max(t.begin() - base, 0) / BS * BS;
-    Parts s;
-    s.end = std::min(t.end() - base, kPartition);
-    s.first_group = begin / kLanes;
-    s.end_group = (s.end + kLanes - 1) / kLanes;
+  // Sets the blocks of a unit, null for those before all that is seen and behind it; returns the first key that is read.
+  int find_blocks(const Tile& t, int part, const KV** blocks) const {
+    const int base = part * kPartition, begin = std::max(t.begin() - base, 0) / BS * BS, end = t.end() - base;
     const int32_t* table = step_.block_tables + int64_t(t.seq) * step_.block_table_stride + base / BS;
-    for (int b = begin / BS; b * BS < s.end; ++b) s.blocks[b] = block(table[b]);
-    for (int b = 0; b < kPartition / BS; ++b)
-      s.next[b] = base + kPartition + b * BS < t.end() ? block(table[kPartition / BS + b]) : nullptr;
+    for (int b = 0; b < kPartition / BS; ++b) blocks[b] = b * BS >= begin && b * BS < end ? block(table[b]) : nullptr;
+    return begin;
+  }
+
+  Parts span(const Tile& t, int part, bool more) const {
+    Parts s;
+    s.end = std::min(t.end() - part * kPartition, kPartition);
+    s.first_group = find_blocks(t, part, s.blocks) / kLanes;
+    s.end_group = (s.end + kLanes - 1) / kLanes;
+    s.next_head = 0;
+    std::fill_n(s.next, kPartition / BS, nullptr);
+    if (!more) return s;
+    const bool same = part < t.last_part;
+    const Tile behind = same ? t : next(t);
+    s.next_head = behind.kv_head;
+    find_blocks(behind, same ? part + 1 : behind.first_part, s.next);
     return s;
   }
 
@@ -150,8 +166,9 @@ class PagedAttention : public PartitionedAttention<PagedAttention<H, KH, D, DV, 
             {scale, in_.softcap, S::slopes ? in_.slopes[head_of(t, r)] : 0, base - position}};
   }
 
-  void unit(const Tile& t, int part, float* to) const {
-    const Parts s = span(t, part);
+  // `more`: the unit behind it is this thread's, too.
+  void unit(const Tile& t, int part, float* to, bool more) const {
+    const Parts s = span(t, part, more);
     if constexpr (Layout::kTiled) {
       rows_->unit(s, t.kv_head, t.rows(), [&](int r) { return seen(t, part, r); }, to);
     } else {

@@ -16,7 +16,7 @@ namespace llmc {
 template <int KH, int D, int DV, int BS, class KV>
 struct BlockLayout {
   using Number = KV;
-  static constexpr int kValueWidth = DV;
+  static constexpr int kKeyWidth = D, kValueWidth = DV;
   static constexpr int kBlockSize = BS;
   static constexpr bool kTiled = LLMC_TILES && sizeof(KV) <= 2 && D % 32 == 0 && DV % 32 == 0;
   static constexpr float kRead = kTiled ? 1 : kLoaded<KV>;  // what a number that was read must be multiplied by
@@ -35,35 +35,58 @@ struct BlockLayout {
   }
 };
 
-// What a tile of queries reads of one partition, all numbers relative to its first key.
-template <class LAYOUT, int PARTITION>
-struct Span {
-  using KV = typename LAYOUT::Number;
-  static constexpr int BS = LAYOUT::kBlockSize;
-
-  const KV* blocks[PARTITION / BS];  // by block within the partition; only those from first_group on are set
-  const KV* next[PARTITION / BS];    // those of the partition behind it, null where the tile needs none
-  int first_group, end_group;        // groups of 16 keys that are touched
-  int end;                           // one past the last key that is read
-
-  const KV* keys(int head, int key) const { return blocks[key / BS] + LAYOUT::key(head, key % BS, 0); }
-  const KV* values(int head, int key) const { return blocks[key / BS] + LAYOUT::value(head, key % BS, 0); }
-  // The bytes of 16 keys' values, though perhaps of others of their tile.
-  const KV* values_run(int head, int key) const {
-    constexpr int run = LAYOUT::kRun;
-    return values(head, key / run * run) + key % run * LAYOUT::kValueWidth;
-  }
-  // The same key of the next partition, null where the tile needs none.
-  const KV* next_keys(int head, int key) const {
-    const KV* block = next[key / BS];
-    return block ? block + LAYOUT::key(head, key % BS, 0) : nullptr;
-  }
-};
-
 // Brings line `line` behind `from` near. Inlined: a call that does nothing else g++ drops.
 template <_mm_hint To = _MM_HINT_T1>
 [[gnu::always_inline]] inline void fetch(const void* from, int line) {
   _mm_prefetch(static_cast<const char*>(from) + 64 * line, To);
 }
+
+// Brings what a unit reads near, a tile's bytes at a time: block after block, of each the keys of a head, then the values.
+template <class LAYOUT, int COUNT>
+class Fetching {
+  using KV = typename LAYOUT::Number;
+  static constexpr int kLines = 8 * sizeof(KV), kNumbers = 512;  // of a tile
+  static constexpr int kKeys = LAYOUT::kKeyWidth * LAYOUT::kBlockSize / kNumbers;
+  static constexpr int kBlock = kKeys + LAYOUT::kValueWidth * LAYOUT::kBlockSize / kNumbers;
+
+ public:
+  Fetching(const KV* const* blocks, int head) : blocks_(blocks), keys_(LAYOUT::key(head, 0, 0)), values_(LAYOUT::value(head, 0, 0)) {
+    while (block_ < COUNT && !blocks_[block_]) ++block_;
+  }
+
+  [[gnu::always_inline]] void tile() {
+    if (block_ >= COUNT || !blocks_[block_]) return;
+    const KV* from = blocks_[block_] + (tile_ < kKeys ? keys_ + tile_ * kNumbers : values_ + (tile_ - kKeys) * kNumbers);
+    for (int line = 0; line < kLines; ++line) fetch(from, line);
+    if (++tile_ == kBlock) ++block_, tile_ = 0;
+  }
+
+ private:
+  const KV* const* const blocks_;
+  const int64_t keys_, values_;
+  int block_ = 0, tile_ = 0;
+};
+
+// What a tile of queries reads of one partition, all numbers relative to its first key.
+template <class LAYOUT, int PARTITION>
+struct Span {
+  using KV = typename LAYOUT::Number;
+  static constexpr int BS = LAYOUT::kBlockSize;
+  using Fetching = llmc::Fetching<LAYOUT, PARTITION / BS>;
+
+  const KV* blocks[PARTITION / BS];  // by block within the partition; only those from first_group on are set
+  const KV* next[PARTITION / BS];    // what the thread reads thereafter: those of its next unit, null where it needs none,
+  int next_head;                     // and the KV head
+  int first_group, end_group;        // groups of 16 keys that are touched
+  int end;                           // one past the last key that is read
+
+  const KV* keys(int head, int key) const { return blocks[key / BS] + LAYOUT::key(head, key % BS, 0); }
+  const KV* values(int head, int key) const { return blocks[key / BS] + LAYOUT::value(head, key % BS, 0); }
+  // The same key of the next unit, null where it needs none.
+  const KV* next_keys(int key) const {
+    const KV* block = next[key / BS];
+    return block ? block + LAYOUT::key(next_head, key % BS, 0) : nullptr;
+  }
+};
 
 }  // namespace llmc

@@ -130,7 +130,7 @@ class VectorRows {
     const int part = (column / kLanes / most + column / kLanes % most) * kPart;
     for (int first = s_.first_group * kLanes; first < s_.end; first += BS) {
       const KV* values = s_.values(kv_head_, first) + column;
-      const KV* next = fetches(R) && first_rows ? s_.next_keys(kv_head_, first) : nullptr;
+      const KV* next = fetches(R) && first_rows ? s_.next_keys(first) : nullptr;
       const int count = std::min(BS, s_.end - first), fetching = next ? (kPart + kEach - 1) / kEach : 0;
       const float* w = weights + first;
       for (int i = 0; i < count; ++i, values += DV, ++w) {
