@@ -53,29 +53,64 @@ inline __m512i as_bf16(__m256i bytes) {
   const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, wide, _mm512_load_si512(kBelow));
   return _mm512_or_si512(size, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
 }
-// 64 numbers of the cache as bf16, two vectors. Few E4M3 are below 2^-6; NaN stays NaN.
-inline void widen(const fp8* p, void* to) {
-  const __m512i bytes = _mm512_loadu_si512(p), size = _mm512_and_si512(bytes, _mm512_set1_epi8(0x7F));
-  const __m512i sign = _mm512_set1_epi16(int16_t(0x8000)), digits = _mm512_set1_epi16(0x07F0);
-  const bool rare = _mm512_cmpge_epu8_mask(_mm512_sub_epi8(size, _mm512_set1_epi8(8)), _mm512_set1_epi8(0x77));
-  for (int half = 0; half < 2; ++half) {
-    const __m256i own = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + half);
-    __m512i x;
-    if (rare) [[unlikely]] {
-      const __m512i wide = _mm512_and_si512(_mm512_cvtepi8_epi16(own), _mm512_set1_epi16(0x7F));
-      x = _mm512_mask_blend_epi16(_mm512_cmpeq_epi16_mask(wide, _mm512_set1_epi16(0x7F)), as_bf16(own),
-                                  _mm512_set1_epi16(0x7FC0));
-    } else {
-      const __m512i wide = _mm512_cvtepi8_epi16(own);
-      const __m512i biased = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(wide, 4), digits), _mm512_set1_epi16(120 << 7));
-      x = _mm512_or_si512(biased, _mm512_and_si512(wide, sign));
-    }
-    _mm512_store_si512(static_cast<__m512i*>(to) + half, x);
+#endif
+
+#if LLMC_TILES
+// Sixty-four E4M3 as bf16: the upper bytes of all, the lower bytes of all. Each bit of them is a bit of the number, or that
+// bit turned over: s eeee mmm becomes s eeee+120 mmm0000, and e3 decides all of eeee+120's upper bits. A matrix of GF(2),
+// its rows from the last to the first.
+struct Bf16Bytes {
+  __m512i upper, lower;
+};
+inline Bf16Bytes normal_bytes(__m512i x) {
+  return {_mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x1020404040404080), 0x3C),
+          _mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x0000000001020408), 0)};
+}
+// The same of any number: those below 2^-6 by kBelow, NaN stays NaN.
+inline Bf16Bytes all_bytes(__m512i x) {
+  alignas(64) static constexpr auto below = [] {
+    struct Table {
+      uint8_t upper[64], lower[64];
+    } table{};
+    for (int i = 0; i < 64; ++i) table.upper[i] = uint8_t(kBelow[i % 16] >> 8), table.lower[i] = uint8_t(kBelow[i % 16]);
+    return table;
+  }();
+  Bf16Bytes y = normal_bytes(x);
+  const __m512i size = _mm512_and_si512(x, _mm512_set1_epi8(0x7F));
+  const __mmask64 small = _mm512_testn_epi8_mask(x, _mm512_set1_epi8(0x78));
+  const __mmask64 none = _mm512_cmpge_epu8_mask(size, _mm512_set1_epi8(0x7F));
+  y.upper = _mm512_mask_shuffle_epi8(y.upper, small, _mm512_load_si512(below.upper), size);
+  y.lower = _mm512_mask_shuffle_epi8(y.lower, small, _mm512_load_si512(below.lower), size);
+  y.upper = _mm512_or_si512(y.upper, _mm512_and_si512(x, _mm512_set1_epi8(char(0x80))));
+  return {_mm512_mask_blend_epi8(none, y.upper, _mm512_set1_epi8(0x7F)),
+          _mm512_mask_blend_epi8(none, y.lower, _mm512_set1_epi8(char(0xC0)))};
+}
+
+// COUNT numbers of the cache, a multiple of 64, as bf16. Bytes meet within 16 bytes of a vector: eight of each half go there.
+// Few E4M3 are below 2^-6.
+template <int COUNT, class F>
+inline void widen(const fp8* p, void* to, const F& bytes) {
+  alignas(64) static constexpr int64_t order[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  for (int i = 0; i < COUNT; i += 64) {
+    const Bf16Bytes y = bytes(_mm512_permutexvar_epi64(_mm512_load_si512(order), _mm512_loadu_si512(p + i)));
+    _mm512_store_si512(static_cast<bf16*>(to) + i, _mm512_unpacklo_epi8(y.lower, y.upper));
+    _mm512_store_si512(static_cast<bf16*>(to) + i + 32, _mm512_unpackhi_epi8(y.lower, y.upper));
   }
 }
+template <int COUNT>
+inline void widen(const fp8* p, void* to) {
+  __m512i most = _mm512_setzero_si512();
+  widen<COUNT>(p, to, [&](__m512i x) {
+    const __m512i size = _mm512_and_si512(x, _mm512_set1_epi8(0x7F));
+    most = _mm512_max_epu8(most, _mm512_sub_epi8(size, _mm512_set1_epi8(8)));
+    return normal_bytes(x);
+  });
+  if (_mm512_cmpge_epu8_mask(most, _mm512_set1_epi8(0x77))) [[unlikely]]
+    widen<COUNT>(p, to, all_bytes);
+}
+template <int COUNT>
 inline void widen(const bf16* p, void* to) {
-  for (int half = 0; half < 2; ++half)
-    _mm512_store_si512(static_cast<__m512i*>(to) + half, _mm512_loadu_si512(p + 32 * half));
+  for (int i = 0; i < COUNT; i += 32) _mm512_store_si512(static_cast<bf16*>(to) + i, _mm512_loadu_si512(p + i));
 }
 #endif
 

@@ -218,7 +218,7 @@ class TileRowsOf {
   }
 
   static void widen_tile(const KV* from, float* to) {
-    for (int i = 0; i < kTileWords * 2; i += 64) widen(from + i, to + i / 2);
+    widen<kTileWords * 2>(from, to);
   }
 
   // Tile `column` of 32 keys' values, of which those that are not there are zeros.
@@ -227,7 +227,7 @@ class TileRowsOf {
     if (2 * step >= s.first_group && (step + 1) * kPiece <= s.end) {
       for (int h = 0; h < 2; ++h) {
         const KV* from = s.values(kv_head, step * kPiece + h * kLanes) + column * kSide * run;
-        for (int i = 0; i < half; i += 64) widen(from + i, to + (h * half + i) / 2);
+        widen<half>(from, to + h * half / 2);
       }
       return;
     }
@@ -315,7 +315,7 @@ class TileRowsOf {
       } else {
         float* const to = keys_ + g * (kLanes / 2 * D);
         keys_at_[g] = to;
-        for (int row = 0; row < D / 2; row += 2) widen(from + row * kPiece, to + row * kSide);
+        widen<kLanes * D>(from, to);
       }
     }
   }
@@ -334,10 +334,7 @@ class TileRowsOf {
       for (int g = 2 * step; g < 2 * step + 2; ++g) {
         const int count = g < s.first_group ? 0 : std::clamp(s.end - g * kLanes, 0, kLanes);
         const KV* from = count ? s.values(kv_head, g * kLanes) : nullptr;
-        if (count == kLanes)
-          copy_group(from, kLanes, to + g % 2 * kTileWords / 2);
-        else
-          copy_group(from, count, to + g % 2 * kTileWords / 2);
+        copy_group(from, count, to + g % 2 * kTileWords / 2);
       }
     }
   }
@@ -349,8 +346,9 @@ class TileRowsOf {
   }
   // The same of sixteen columns: half a tile.
   static void copy_tile(const KV* from, int keys, float* to) {
+    if (keys == kLanes) return widen<kTileWords>(from, to);
     for (int row = 0; row < kLanes / 2; row += 2) {
-      if (2 * row < keys) widen(from + row * kPiece, to + row * kSide);
+      if (2 * row < keys) widen<64>(from + row * kPiece, to + row * kSide);
       for (int i = row; i < row + 2; ++i) {
         const int seen = std::clamp(keys - 2 * i, 0, 2);
         if (seen == 2) continue;

@@ -1,10 +1,9 @@
-// Where keys and values lie in a block of the paged cache: K of all KV heads, then V of all, for one layer. What writes the
-// cache and what reads it share this.
+// Where keys and values lie in a block of the paged cache, for one layer. What writes the cache and what reads it share this.
 //
-//   read in vectors    K [kv_head][head_dim][slot], V [kv_head][slot][v_dim]
-//   read in tiles      K [kv_head][slot / 16][head_dim / 2][slot % 16][2],
-//   (AMX, not float)   V [kv_head][slot / 32][v_dim / 16][slot % 32 / 2][16][2], in a block of 16 with 16 for 32:
-//                      second operands of amx_tiles.h, which are loaded from where they lie
+//   read in vectors    K [kv_head][head_dim][slot], then V [kv_head][slot][v_dim]
+//   read in tiles      of each KV head K [slot / 16][head_dim / 2][slot % 16][2],
+//   (AMX, not float)   then V [slot / 32][v_dim / 16][slot % 32 / 2][16][2], in a block of 16 with 16 for 32:
+//                      second operands of amx_tiles.h, which are loaded from where they lie; what a head reads is one run
 #pragma once
 #include <type_traits>
 
@@ -23,15 +22,14 @@ struct BlockLayout {
   static constexpr int kRun = BS < 32 ? BS : 32;  // keys of a tile of values
 
   static constexpr int64_t key(int head, int slot, int d) {
-    if constexpr (kTiled) return (int64_t(head) * BS + slot / 16 * 16) * D + d / 2 * 32 + slot % 16 * 2 + d % 2;
+    if constexpr (kTiled) return int64_t(head) * BS * (D + DV) + slot / 16 * 16 * D + d / 2 * 32 + slot % 16 * 2 + d % 2;
     return (int64_t(head) * D + d) * BS + slot;
   }
   static constexpr int64_t value(int head, int slot, int d) {
-    constexpr int64_t keys = int64_t(KH) * D * BS;
     if constexpr (kTiled)
-      return keys + (int64_t(head) * BS + slot / kRun * kRun) * DV + d / 16 * kRun * 16 + slot % kRun / 2 * 32 +
+      return int64_t(head) * BS * (D + DV) + BS * D + slot / kRun * kRun * DV + d / 16 * kRun * 16 + slot % kRun / 2 * 32 +
              d % 16 * 2 + slot % 2;
-    return keys + (int64_t(head) * BS + slot) * DV + d;
+    return int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * DV + d;
   }
 };
 

@@ -23,17 +23,18 @@ from tests.unit.plugins.compiled import ISAS, aligned, compile_library
 _RUNTIME = """
 #include <new>
 #include <cstdlib>
-struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; };
+struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; int64_t took; };
 struct Work { Rank* rank; int launch; const void* const* in; void* const* out; const int64_t* in_stride; };
 extern "C" void* test_open(const llmc_rank* rank, int64_t shared, int64_t per_thread, int64_t slot_bytes) {
   if (!llmc::tiles_allowed()) return nullptr;
   llmc::RankComm comm(rank->comm, rank->rank, rank->tp, slot_bytes);
-  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}};
+  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}, 0};
   shared = llmc::whole_pages(shared), per_thread = llmc::whole_pages(per_thread);
   auto* scratch = (uint8_t*)aligned_alloc(4096, llmc::scratch_bytes(shared, per_thread, rank->threads) + 4096);
   r->ctx = {&r->rank, nullptr, rank->threads, &r->pool, &r->comm, scratch, shared, per_thread};
   return r;
 }
+extern "C" int64_t test_took(void* rank) { return ((Rank*)rank)->took; }
 extern "C" void test_close(void* rank) { free(((Rank*)rank)->ctx.scratch_memory); delete (Rank*)rank; }
 extern "C" void test_abort(uint8_t* comm) { llmc::comm_abort(comm); }
 extern "C" int test_call(void* rank, const llmc_step* step, int launch, const void* const* in, void* const* out,
@@ -41,7 +42,9 @@ extern "C" int test_call(void* rank, const llmc_step* step, int launch, const vo
   Rank* r = (Rank*)rank;
   r->ctx.step = step;
   Work work{r, launch, in, out, in_stride};
+  const int64_t start = llmc::clock_ns();
   r->pool.run([](void* w, int tid) { run_launch(*(Work*)w, tid); }, &work);
+  r->took = llmc::clock_ns() - start;
   return r->comm.failed() ? 2 : 0;
 }
 """
@@ -137,6 +140,7 @@ class Rank:
         dll.test_call.argtypes = [
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
+        dll.test_took.argtypes, dll.test_took.restype = [ctypes.c_void_p], ctypes.c_int64
         dll.test_close.argtypes = [ctypes.c_void_p]
         shared = max(launch.call.scratch.shared for launch in launches)
         per_thread = max(launch.call.scratch.per_thread for launch in launches)
@@ -150,6 +154,10 @@ class Rank:
         strides = (ctypes.c_int64 * max(len(inputs), 1))(*(x.strides[0] // x.itemsize for x in inputs))
         return int(self.dll.test_call(self.handle, ctypes.byref(struct), index, ins, outs, strides))
 
+    def took(self) -> float:
+        """Seconds of the last call, without the way there from Python."""
+        return int(self.dll.test_took(self.handle)) / 1e9
+
     def close(self) -> None:
         self.dll.test_close(self.handle)
 
@@ -157,10 +165,11 @@ class Rank:
 def pack(cache: KVCache, dtype: str, tiles: bool = False) -> np.ndarray:
     """The cache as kernels hold it (paged_attention/layout.h), read in vectors or in tiles: u8[num_blocks, bytes]."""
     keys, values = (x.astype(NUMPY_DTYPES[dtype]) for x in (cache.keys, cache.values))
-    count = len(keys)
+    count, heads = len(keys), keys.shape[2]
     parts = [_key_tiles(keys), _value_tiles(values)] if tiles else [keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)]
-    flat = [np.ascontiguousarray(part).reshape(count, -1).view(np.uint8) for part in parts]
-    return aligned(np.concatenate(flat, axis=1))
+    runs = (count, heads if tiles else 1, -1)  # of keys, before as many of values
+    flat = [np.ascontiguousarray(part).reshape(runs).view(np.uint8) for part in parts]
+    return aligned(np.concatenate(flat, axis=2).reshape(count, -1))
 
 
 def _key_tiles(keys: np.ndarray) -> np.ndarray:
@@ -179,7 +188,8 @@ def unpack(
 ) -> KVCache:
     """The inverse of `pack`; `widths` of a key and of a value head."""
     count = len(packed)
-    keys, values = np.split(packed.view(NUMPY_DTYPES[dtype]), [kv_heads * widths[0] * block_size], axis=1)
+    runs = packed.view(NUMPY_DTYPES[dtype]).reshape(count, kv_heads if tiles else 1, -1)
+    keys, values = np.split(runs, [(1 if tiles else kv_heads) * widths[0] * block_size], axis=2)
     if tiles:
         run = min(block_size, 32)
         shape = (count, kv_heads, block_size // run, widths[1] // 16, run // 2, 16, 2)

@@ -13,6 +13,7 @@ import pytest
 
 from llmc.plugins.operator import KVCache
 from llmc.plugins.paged_attention import Attrs
+from tests.unit.plugins.compiled import aligned, compile_library
 from tests.unit.plugins.native_step import Rank, Step, build, pack, source
 from tests.unit.plugins.test_attention import Case, expected, hide_after, hide_before, make
 
@@ -113,3 +114,23 @@ def test_tiny_numbers_are_the_same_bits_in_every_chunk(size: float) -> None:
         part = Step(np.array([0, 1], np.int32), np.array([last], np.int32), step.block_tables)
         out = run(0, part, cache, q[last - 1 : last])
         np.testing.assert_array_equal(out.view(np.uint32), whole[last - 1 : last].view(np.uint32))
+
+
+_WIDEN = """
+#include "plugins/cpu/fp8.h"
+extern "C" void widen(const void* from, void* to) { llmc::widen<256>(static_cast<const llmc::fp8*>(from), to); }
+"""
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_every_number_of_fp8_is_itself_in_bf16(normal: bool) -> None:
+    """Those that are normal alone have a way of their own."""
+    given = np.arange(256, dtype=np.uint8)
+    if normal:
+        given[((given & 0x78) == 0) | ((given & 0x7F) == 0x7F)] = 0x38
+    given, out = aligned(given), aligned(np.zeros(256, ml_dtypes.bfloat16))
+    ctypes.CDLL(str(compile_library(_WIDEN, ISA))).widen(*(ctypes.c_void_p(x.ctypes.data) for x in (given, out)))
+    want = given.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(out.astype(np.float32), want)
+    known = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(out.astype(np.float32))[known], np.signbit(want)[known])
