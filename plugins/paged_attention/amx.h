@@ -2,6 +2,9 @@
 // queries and weights are rounded to bf16, sums are floats. One row goes through the same instructions as many, steps begin at
 // multiples of 32 keys of the partition whatever the tile sees, and keys that it does not see count as zeros: a row's results
 // do not depend on the others.
+//
+// Up to sixteen rows, a decode: what the thread reads next is fetched tile by tile beside the tiles that are multiplied, and
+// tiles that cannot be multiplied where they lie are copied or widened one step ahead.
 #pragma once
 #include <algorithm>
 
@@ -47,6 +50,7 @@ class TileRowsOf {
   void unit(const SPAN& s, int kv_head, int rows, const Seen& seen, float* to) {
     const int steps = (s.end_group + 1) / 2 - s.first_group / 2;
     if (rows <= kSide) return unit_of_few(s, kv_head, rows, steps, seen, to);
+    fetched_ = false;
     for (int top = 0; top < rows; top += kBlockRows) {
       const int count = std::min(rows - top, kBlockRows);
       if (count > kSide)
@@ -70,7 +74,7 @@ class TileRowsOf {
   alignas(64) float keys_[kInPlace ? kLanes : kPartition / 2 * D];
   alignas(64) float values_[kPartition / 2 * DV];
   alignas(64) float near_[2][4][kTileWords];  // tiles that are not multiplied where they lie, and those of the step behind
-  bool fetched_ = false;                      // whether the unit was fetched while the one before was computed
+  bool fetched_ = false;                      // whether the unit was fetched while the last one was computed
 
   // Sums of `steps` products of both rows' tiles with two tiles each, second(step, 0 and 1), to to[row][stride].
   template <class Second>
@@ -179,19 +183,17 @@ class TileRowsOf {
       return s.keys(kv_head, std::clamp(group, s.first_group, s.end_group - 1) * kLanes) + step * numbers;
     };
     int piece = 0;
-    for (int i = 0; !kInPlace && i < 4; ++i) widen_tile(keys(s.first_group / 4 * 4 + i, 0), near_[0][i]);
+    for (int i = 0; !kInPlace && i < 4; ++i) bring_keys(keys(s.first_group / 4 * 4 + i, 0), near_[0][i]);
     for (int group = s.first_group / 4 * 4; group < s.end_group; group += 4) {
       const auto tile = [&](int step, int i) __attribute__((always_inline)) {
         fetch_tile();
-        if constexpr (kInPlace) {
-          return reinterpret_cast<const float*>(keys(group + i, step));
-        } else {
-          const int at = piece + step;
-          const bool same = step + 1 < steps;
-          if (same || group + 4 < s.end_group)
-            widen_tile(keys(group + 4 * !same + i, same ? step + 1 : 0), near_[(at + 1) % 2][i]);
-          return static_cast<const float*>(near_[at % 2][i]);
-        }
+        if constexpr (kInPlace) return reinterpret_cast<const float*>(keys(group + i, step));
+        const int at = piece + step;
+        if (step + 1 < steps)
+          bring_keys(keys(group + i, step + 1), near_[(at + 1) % 2][i]);
+        else if (group + 4 < s.end_group)
+          bring_keys(keys(group + 4 + i, 0), near_[(at + 1) % 2][i]);
+        return static_cast<const float*>(near_[at % 2][i]);
       };
       multiply_few<4>(steps, x, tile, scores_ + group * kLanes, kScores);
       piece += steps;
@@ -205,7 +207,7 @@ class TileRowsOf {
     const int first = s.first_group / 2;
     const auto in_place = [&](int step) { return kInPlace && BS >= kPiece && (first + step + 1) * kPiece <= s.end; };
     const auto bring = [&](int step, int i) __attribute__((always_inline)) {
-      if (!in_place(step)) values_tile(s, kv_head, first + step, at + i, near_[step % 2][i]);
+      if (!in_place(step)) bring_values(s, kv_head, first + step, at + i, near_[step % 2][i]);
     };
     for (int i = 0; i < TILES; ++i) bring(0, i);
     const auto tile = [&](int step, int i) __attribute__((always_inline)) {
@@ -217,25 +219,18 @@ class TileRowsOf {
     multiply_few<TILES>(steps, x, tile, to + at * kSide, STRIDE);
   }
 
-  static void widen_tile(const KV* from, float* to) {
+  // A tile of keys; tile `column` of 32 keys' values, of which those that are not there are zeros. The fences: multiply_few is
+  // in its loop, and the compiler does not know that tile loads read memory.
+  static void bring_keys(const KV* from, float* to) {
     widen<kTileWords * 2>(from, to);
+    __asm__ volatile("" ::: "memory");
   }
-
-  // Tile `column` of 32 keys' values, of which those that are not there are zeros.
-  static void values_tile(const SPAN& s, int kv_head, int step, int column, float* to) {
-    constexpr int half = kTileWords, run = std::min(BS, kPiece);
-    if (2 * step >= s.first_group && (step + 1) * kPiece <= s.end) {
-      for (int h = 0; h < 2; ++h) {
-        const KV* from = s.values(kv_head, step * kPiece + h * kLanes) + column * kSide * run;
-        widen<half>(from, to + h * half / 2);
-      }
-      return;
+  static void bring_values(const SPAN& s, int kv_head, int step, int column, float* to) {
+    for (int g = 2 * step; g < 2 * step + 2; ++g, to += kTileWords / 2) {
+      const int count = g < s.first_group ? 0 : std::clamp(s.end - g * kLanes, 0, kLanes);
+      copy_tile(count ? s.values(kv_head, g * kLanes) + column * kSide * std::min(BS, kPiece) : nullptr, count, to);
     }
-    for (int h = 0; h < 2; ++h) {
-      const int g = 2 * step + h, count = g < s.first_group ? 0 : std::clamp(s.end - g * kLanes, 0, kLanes);
-      const KV* from = count ? s.values(kv_head, g * kLanes) + column * kSide * run : nullptr;
-      copy_tile(from, count, to + h * half / 2);
-    }
+    __asm__ volatile("" ::: "memory");
   }
 
   // ---- rows ----

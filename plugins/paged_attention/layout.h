@@ -15,20 +15,20 @@ namespace llmc {
 template <int KH, int D, int DV, int BS, class KV>
 struct BlockLayout {
   using Number = KV;
-  static constexpr int kKeyWidth = D, kValueWidth = DV;
   static constexpr int kBlockSize = BS;
+  static constexpr int kHead = BS * (D + DV);  // numbers of a KV head, where they are one run
   static constexpr bool kTiled = LLMC_TILES && sizeof(KV) <= 2 && D % 32 == 0 && DV % 32 == 0;
   static constexpr float kRead = kTiled ? 1 : kLoaded<KV>;  // what a number that was read must be multiplied by
   static constexpr int kRun = BS < 32 ? BS : 32;  // keys of a tile of values
 
   static constexpr int64_t key(int head, int slot, int d) {
-    if constexpr (kTiled) return int64_t(head) * BS * (D + DV) + slot / 16 * 16 * D + d / 2 * 32 + slot % 16 * 2 + d % 2;
+    if constexpr (kTiled) return int64_t(head) * kHead + slot / 16 * 16 * D + d / 2 * 32 + slot % 16 * 2 + d % 2;
     return (int64_t(head) * D + d) * BS + slot;
   }
   static constexpr int64_t value(int head, int slot, int d) {
     if constexpr (kTiled)
-      return int64_t(head) * BS * (D + DV) + BS * D + slot / kRun * kRun * DV + d / 16 * kRun * 16 + slot % kRun / 2 * 32 +
-             d % 16 * 2 + slot % 2;
+      return int64_t(head) * kHead + BS * D + slot / kRun * kRun * DV + d / 16 * kRun * 16 + slot % kRun / 2 * 32 + d % 16 * 2 +
+             slot % 2;
     return int64_t(KH) * D * BS + (int64_t(head) * BS + slot) * DV + d;
   }
 };
@@ -39,29 +39,28 @@ template <_mm_hint To = _MM_HINT_T1>
   _mm_prefetch(static_cast<const char*>(from) + 64 * line, To);
 }
 
-// Brings what a unit reads near, a tile's bytes at a time: block after block, of each the keys of a head, then the values.
+// Brings what a unit reads in tiles near, a tile's bytes at a time, block after block.
 template <class LAYOUT, int COUNT>
 class Fetching {
   using KV = typename LAYOUT::Number;
-  static constexpr int kLines = 8 * sizeof(KV), kNumbers = 512;  // of a tile
-  static constexpr int kKeys = LAYOUT::kKeyWidth * LAYOUT::kBlockSize / kNumbers;
-  static constexpr int kBlock = kKeys + LAYOUT::kValueWidth * LAYOUT::kBlockSize / kNumbers;
+  static constexpr int kNumbers = 512, kLines = kNumbers * sizeof(KV) / 64;  // of a tile
+  static constexpr int kTiles = LAYOUT::kHead / kNumbers;                    // of a block
 
  public:
-  Fetching(const KV* const* blocks, int head) : blocks_(blocks), keys_(LAYOUT::key(head, 0, 0)), values_(LAYOUT::value(head, 0, 0)) {
+  Fetching(const KV* const* blocks, int head) : blocks_(blocks), run_(LAYOUT::key(head, 0, 0)) {
     while (block_ < COUNT && !blocks_[block_]) ++block_;
   }
 
   [[gnu::always_inline]] void tile() {
     if (block_ >= COUNT || !blocks_[block_]) return;
-    const KV* from = blocks_[block_] + (tile_ < kKeys ? keys_ + tile_ * kNumbers : values_ + (tile_ - kKeys) * kNumbers);
+    const KV* from = blocks_[block_] + run_ + tile_ * kNumbers;
     for (int line = 0; line < kLines; ++line) fetch(from, line);
-    if (++tile_ == kBlock) ++block_, tile_ = 0;
+    if (++tile_ == kTiles) ++block_, tile_ = 0;
   }
 
  private:
   const KV* const* const blocks_;
-  const int64_t keys_, values_;
+  const int64_t run_;
   int block_ = 0, tile_ = 0;
 };
 

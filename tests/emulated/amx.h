@@ -1,4 +1,5 @@
-// AMX's tiles for a machine without them: what kernels use of AMX-TILE, AMX-BF16 and AMX-INT8, by the operations of Intel's manual.
+// AMX's tiles for a machine without them: what kernels use of AMX-TILE, AMX-BF16, AMX-INT8 and GFNI, by the operations of Intel's
+// manual.
 // Shapes that the instructions refuse stop the process. After avx512.h, where `EMULATE_AMX` asks for it.
 #pragma once
 #ifdef EMULATE_AMX
@@ -99,6 +100,39 @@ inline void _tile_dpbssd(int sum, int a, int b) {
         for (int i = 0; i < 4; ++i) total += int8_t(t.data[a][m][4 * k + i]) * int8_t(t.data[b][k][4 * n + i]);
       std::memcpy(t.data[sum][m] + 4 * n, &total, 4);
     }
+}
+
+// ---- bytes, and GFNI, which every processor with AMX has
+
+EMULATED __m512i _mm512_max_epu8(__m512i a, __m512i b) {
+  return map<uint8_t>(a, b, [](uint8_t x, uint8_t y) { return x > y ? x : y; });
+}
+EMULATED __m512i _mm512_mask_blend_epi8(__mmask64 m, __m512i a, __m512i b) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b);
+  return each<__m512i, uint8_t>([&](int i) { return m >> i & 1 ? y.at[i] : x.at[i]; });
+}
+// From the lower and the upper eight bytes of each sixteen, a byte of a, then one of b.
+EMULATED __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b);
+  return each<__m512i, uint8_t>([&](int i) { return (i % 2 ? y : x).at[i / 16 * 16 + i % 16 / 2]; });
+}
+EMULATED __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+  const auto x = elements<uint8_t>(a), y = elements<uint8_t>(b);
+  return each<__m512i, uint8_t>([&](int i) { return (i % 2 ? y : x).at[i / 16 * 16 + 8 + i % 16 / 2]; });
+}
+EMULATED __m512i _mm512_set1_epi64(long long x) { return each<__m512i, int64_t>([=](int) { return x; }); }
+EMULATED __m512i _mm512_permutexvar_epi64(__m512i index, __m512i a) {
+  const auto x = elements<int64_t>(a), i = elements<int64_t>(index);
+  return each<__m512i, int64_t>([&](int l) { return x.at[i.at[l] & 7]; });
+}
+// Bit i of a byte: whether row 7 - i of its eight bytes of a and the byte have an odd number of bits in common, and bit i of b.
+EMULATED __m512i _mm512_gf2p8affine_epi64_epi8(__m512i x, __m512i a, int b) {
+  const auto bytes = elements<uint8_t>(x), rows = elements<uint8_t>(a);
+  return each<__m512i, uint8_t>([&](int l) {
+    int y = b;
+    for (int i = 0; i < 8; ++i) y ^= __builtin_parity(rows.at[l / 8 * 8 + 7 - i] & bytes.at[l]) << i;
+    return uint8_t(y);
+  });
 }
 
 // Linux's answer to a process that asks for tiles; with EMULATE_NO_TILES in its environment it is no.

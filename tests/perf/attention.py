@@ -89,7 +89,7 @@ SHAPES = [
 
 
 def best(rank: Rank, repeat: int, run: Callable[[int], None]) -> float:
-    """Seconds of the launch itself, as a step's code calls it, without the way there from Python."""
+    """Seconds of the launch itself, as between two others of a step: neither the way from Python nor waking threads."""
     times = []
     for i in range(repeat):
         run(i)

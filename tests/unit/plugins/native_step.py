@@ -23,12 +23,12 @@ from tests.unit.plugins.compiled import ISAS, aligned, compile_library
 _RUNTIME = """
 #include <new>
 #include <cstdlib>
-struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; int64_t took; };
+struct Rank { llmc_rank rank; llmc::Pool pool; llmc::RankComm comm; llmc::Ctx ctx; int64_t began, took; };
 struct Work { Rank* rank; int launch; const void* const* in; void* const* out; const int64_t* in_stride; };
 extern "C" void* test_open(const llmc_rank* rank, int64_t shared, int64_t per_thread, int64_t slot_bytes) {
   if (!llmc::tiles_allowed()) return nullptr;
   llmc::RankComm comm(rank->comm, rank->rank, rank->tp, slot_bytes);
-  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}, 0};
+  Rank* r = new Rank{*rank, llmc::Pool(rank->threads), comm, {}, 0, 0};
   shared = llmc::whole_pages(shared), per_thread = llmc::whole_pages(per_thread);
   auto* scratch = (uint8_t*)aligned_alloc(4096, llmc::scratch_bytes(shared, per_thread, rank->threads) + 4096);
   r->ctx = {&r->rank, nullptr, rank->threads, &r->pool, &r->comm, scratch, shared, per_thread};
@@ -42,9 +42,13 @@ extern "C" int test_call(void* rank, const llmc_step* step, int launch, const vo
   Rank* r = (Rank*)rank;
   r->ctx.step = step;
   Work work{r, launch, in, out, in_stride};
-  const int64_t start = llmc::clock_ns();
-  r->pool.run([](void* w, int tid) { run_launch(*(Work*)w, tid); }, &work);
-  r->took = llmc::clock_ns() - start;
+  r->pool.run([](void* w, int tid) {
+    Rank* rank = ((Work*)w)->rank;
+    rank->ctx.barrier(tid);  // as between a step's launches: all threads are awake
+    if (tid == 0) rank->began = llmc::clock_ns();
+    run_launch(*(Work*)w, tid);
+  }, &work);
+  r->took = llmc::clock_ns() - r->began;
   return r->comm.failed() ? 2 : 0;
 }
 """
@@ -155,7 +159,7 @@ class Rank:
         return int(self.dll.test_call(self.handle, ctypes.byref(struct), index, ins, outs, strides))
 
     def took(self) -> float:
-        """Seconds of the last call, without the way there from Python."""
+        """Seconds of the last launch, from all threads being there to all having returned."""
         return int(self.dll.test_took(self.handle)) / 1e9
 
     def close(self) -> None:
