@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +20,8 @@ from llmc.runtime.engine import Engine, SamplingParams
 from llmc.runtime.selftest import Probe
 from tests.builds import SMALL
 from tests.models import save_checkpoint, tiny_model
-from tests.unit.runtime.servers import Server, Stopwatch, real_server
+from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.stopwatch import Stopwatch, standing_still
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -114,12 +113,9 @@ def test_sequences_that_are_set_back_compute_their_state_anew(
     ):
         front, core = engine._service.front, engine._service.process
         assert core is not None
-        os.kill(core.process.pid, signal.SIGSTOP)
-        try:
+        with standing_still(core.process.pid):
             answers = pool.submit(engine.generate, prompts, params)
             assert Stopwatch().wait(lambda: len(front._live) == len(prompts), 30)
-        finally:
-            os.kill(core.process.pid, signal.SIGCONT)
         assert [answer.text for answer in answers.result()] == wanted["lfm2"] * 4
         assert Stopwatch().wait(lambda: front.stats is not None and front.stats.preemptions > 0, 10)
 

@@ -78,7 +78,8 @@ def busy(plan: Path, alone: Client, request: pytest.FixtureRequest) -> Iterator[
     with Client(plan, **OPTIONS[request.param]) as client:
         # Together they outgrow the small pools, of which the core has no notion yet.
         prompts = [STEM[i : i + 20] for i in range(6)]
-        names = [(ask(client, prompt, 50), ask(alone, prompt, 50)) for prompt in prompts]
+        with client.held():  # all are there before one ends
+            names = [(ask(client, prompt, 50), ask(alone, prompt, 50)) for prompt in prompts]
         client.wait_all()
         alone.wait_all()
         for busy_name, alone_name in names:

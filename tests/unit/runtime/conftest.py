@@ -35,3 +35,10 @@ def plan_tp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks whose steps last 20 ms, so that a test can act while one runs."""
     return write_engine_plan(tmp_path_factory.mktemp("engine") / "slow.plan", tp=2, step_us=20000)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of which an answer of full length takes minutes: none ends before a test has done what it will."""
+    path = tmp_path_factory.mktemp("engine") / "endless.plan"
+    return write_engine_plan(path, tp=2, max_seq_len=8000, step_us=20000)

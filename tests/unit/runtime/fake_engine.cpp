@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -19,7 +20,7 @@ struct Weights {
   int32_t step_us;    // how long a step lasts at least
   int32_t vocab_start, vocab_size, vocab;
   int32_t block_size, max_tokens;
-  int32_t hang_token;  // a step that is given it does not end; -1: no token does that
+  int32_t hang_token;  // a step that is given it does not end before the gate opens; -1: no token does that
 };
 struct Slot {
   int32_t token, position;
@@ -57,6 +58,12 @@ void write_row(const Engine& e, int64_t state, float* row) {
     row[v] = state < 0 ? NAN : v == e.weights.nan_token ? -1.0f : float(state * (v + 7) % 1009) / 100.0f;
 }
 
+// The gate is a file that the environment names; it opens once that is there.
+void wait_for_gate() {
+  const char* gate = std::getenv("FAKE_GATE");
+  while (gate == nullptr || access(gate, F_OK) != 0) usleep(1000);
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,7 +88,7 @@ int32_t llmc_run(void* handle, const llmc_step* step) {
   if (step->num_tokens < 1 || step->num_tokens > e.weights.max_tokens) return 1;
   e.rank.arena[0] = 1;
   if (e.weights.step_us) usleep(useconds_t(e.weights.step_us));
-  if (std::count(step->ids, step->ids + step->num_tokens, e.weights.hang_token)) pause();
+  if (std::count(step->ids, step->ids + step->num_tokens, e.weights.hang_token)) wait_for_gate();
   write_kv(e, *step);
   if (!e.comm.wait()) return 2;
   int32_t seq = 0;

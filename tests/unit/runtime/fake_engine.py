@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -47,11 +46,13 @@ from llmc.runtime.messages import (
     Submit,
 )
 from llmc.runtime.options import CoreOptions
+from tests.unit.runtime.stopwatch import Stopwatch, standing_still
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("fake_engine.cpp")
 VOCAB, EOS, NAN_TOKEN, SALT = 50, 49, 48, 4711
 BLOCK_SIZE = 4
+CORE = ("-m", "llmc.runtime.core_main")
 
 
 @functools.cache
@@ -75,7 +76,9 @@ def write_engine_plan(
     block_size_in_code: int = BLOCK_SIZE,
     hang_token: int = -1,
 ) -> Path:
-    """A plan of `tp` ranks; every step lasts `step_us` at least, and for ever if it holds `hang_token`."""
+    """A plan of `tp` ranks; every step lasts `step_us` at least. One that holds `hang_token` lasts until there is a
+    file where the environment variable FAKE_GATE says: for ever without one.
+    """
     bounds = [VOCAB * rank // tp for rank in range(tp + 1)]
     with PlanWriter(path) as writer:
         ranks = []
@@ -125,9 +128,9 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 
 
 class Client:
-    """A front end in miniature: starts `core_main` and collects what it says. Use it in a `with`."""
+    """A front end in miniature: starts `core_main` and collects what it says. Use it in a `with`. `gate`: FAKE_GATE."""
 
-    def __init__(self, plan: Path, *, program: Seq[str] = ("-m", "llmc.runtime.core_main"), **options: object) -> None:
+    def __init__(self, plan: Path, *, program: Seq[str] = CORE, gate: Path | None = None, **options: object) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             text = msgspec.json.encode(CoreOptions(**options)).decode()  # type: ignore[arg-type]
@@ -136,6 +139,7 @@ class Client:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 stderr=subprocess.PIPE,
+                env={**os.environ, **({} if gate is None else {"FAKE_GATE": str(gate)})},
             )
         self.channel: Channel[FromCore] = Channel(ours, FromCore)
         self.tokens: dict[str, list[int]] = {}
@@ -153,7 +157,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
         try:
-            self.process.wait(10)
+            self.exit_code()
         finally:
             self.process.kill()
             self.process.communicate()
@@ -172,12 +176,24 @@ class Client:
 
     def wait(self, done: Callable[[], object], seconds: float = 30.0) -> None:
         """Reads messages until `done()`. Raises ChannelClosed if the core goes first, TimeoutError after `seconds`."""
-        deadline = time.monotonic() + seconds
+        watch = Stopwatch()
         while not done():
-            if time.monotonic() > deadline:
+            late = watch.seconds() > seconds
+            messages = self.channel.receive(0.1)
+            if late and not messages:
                 raise TimeoutError(f"nothing for {seconds} s; ended: {sorted(self.ended)}")
-            for message in self.channel.receive(0.1):
+            for message in messages:
                 self._take(message)
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """The core stands still meanwhile: what is submitted within it takes in at once, before its next step."""
+        return standing_still(self.process.pid)
+
+    def exit_code(self) -> int:
+        """Waits for the core's end."""
+        if not Stopwatch().wait(lambda: self.process.poll() is not None, 10):
+            raise TimeoutError("the core does not end")
+        return self.process.returncode
 
     def idle(self) -> bool:
         """Whether the core has worked, and says that it rests."""
@@ -221,7 +237,7 @@ def alive(pid: int) -> bool:
     """Whether a process runs; one that only waits to be reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it goes while its state is read
         return False
 
 
@@ -231,7 +247,14 @@ def shared_memory() -> set[str]:
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """What has come there since `before` and is no living process's: tests in other processes may have files there."""
+    """What has come there since `before`, is no living process's and stays: tests in other processes may have files
+    there, which they have not mapped yet, or are about to remove.
+    """
+    Stopwatch().wait(lambda: not _nobodys(before), 5)
+    return _nobodys(before)
+
+
+def _nobodys(before: set[str]) -> set[str]:
     come = shared_memory() - before
     for maps in Path("/proc").glob("[0-9]*/maps") if come else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
@@ -241,7 +264,4 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert Stopwatch().wait(done, 10)

@@ -10,43 +10,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import openai
 
+from tests.unit.runtime.stopwatch import Stopwatch
+
 FAKE_CORE = str(Path(__file__).with_name("fake_core.py"))
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def _stalled() -> float:
-    """Seconds for which some process of this machine had to wait for a processor; 0 where the kernel does not tell."""
-    try:
-        return int(Path("/proc/pressure/cpu").read_text().split()[4].partition("=")[2]) / 1e6
-    except OSError:
-        return 0.0
-
-
-class Stopwatch:
-    """Time as far as it is the server's own: where processors are taken by others, up to four times as long."""
-
-    def __init__(self) -> None:
-        self._began, self._stalled = time.monotonic(), _stalled()
-
-    def seconds(self) -> float:
-        taken = time.monotonic() - self._began
-        return taken - 0.75 * min(_stalled() - self._stalled, taken)
-
-    def wait(self, done: Callable[[], object], seconds: float) -> bool:
-        """Waits until `done`, or until the watch shows so many seconds; says whether it came to be."""
-        while not done():
-            if self.seconds() > seconds:
-                return False
-            time.sleep(0.02)
-        return True
+#: No test ends for want of an answer before this, in seconds: a machine may be slow, or stand still.
+LONG = 250
 
 
 class Server:
@@ -61,14 +37,14 @@ class Server:
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)], env={**os.environ, **env}, stderr=stderr or self._stderr, cwd=ROOT
         )
-        self.http = httpx.Client(base_url=self.url, timeout=30)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=LONG)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=LONG)
         self.log = ""
 
     def wait_ready(self, seconds: float = 60) -> None:
         self.wait_for(lambda: self.status("/ready") == 200, seconds)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 10) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 30) -> None:
         def happened() -> bool:
             assert self.process.poll() is None, self.finish() or self.log
             return bool(condition())
@@ -95,8 +71,8 @@ class Server:
         (pid,) = (int(child) for child in children)
         return pid
 
-    def finish(self, seconds: float = 10) -> int:
-        """Waits for the end; returns the exit code."""
+    def finish(self, seconds: float = 60) -> int:
+        """Waits for the end, which may come before it was ready; returns the exit code."""
         if not Stopwatch().wait(lambda: self.process.poll() is not None, seconds):
             raise subprocess.TimeoutExpired(self.process.args, seconds)
         self._stderr.seek(0)
@@ -116,15 +92,21 @@ class Server:
 
 
 #: Below those that the kernel gives to connections, which may take one before the server binds it; each of pytest's
-#: worker processes has ports of its own.
+#: worker processes begins at a port of its own.
 _PORTS = itertools.count(20000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12000)
+#: By port: a name that this process alone has on the machine, while it lives: there may be another run of the tests.
+_RESERVED: dict[int, socket.socket] = {}
 
 
 def _free_port() -> int:
-    """The next one that nobody listens at."""
+    """The next one that nobody listens at, and no other test's server is to listen at."""
     for port in _PORTS:
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
+        with contextlib.suppress(OSError):
+            name = socket.socket(socket.AF_UNIX)
+            name.bind(f"\0llmc-test-port-{port}")
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", port))
+            _RESERVED[port] = name
             return port
     raise AssertionError
 

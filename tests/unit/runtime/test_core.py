@@ -11,7 +11,7 @@ import pytest
 
 from llmc.runtime.messages import Handling
 from tests.unit.runtime.disks import MAIN, QUICK_DISK, SLOW_DISK
-from tests.unit.runtime.fake_engine import NAN_TOKEN, Client, greedy
+from tests.unit.runtime.fake_engine import CORE, NAN_TOKEN, Client, greedy, write_engine_plan
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -43,8 +43,9 @@ def test_every_answer_is_what_the_model_gives_alone(
 ) -> None:
     with Client(plan if ranks == 1 else plan_tp2, **options, overlap=overlap) as client:
         cases = prompts(24)
-        for i, prompt in enumerate(cases):
-            client.submit(str(i), prompt, max_tokens=30, ignore_eos=True)
+        with client.held():  # all are there before one ends
+            for i, prompt in enumerate(cases):
+                client.submit(str(i), prompt, max_tokens=30, ignore_eos=True)
         client.wait_all()
         for i, prompt in enumerate(cases):
             assert client.ended[str(i)].finish_reason == "length"
@@ -61,9 +62,11 @@ def test_every_answer_is_what_the_model_gives_alone(
 
 
 def test_where_computing_is_slow_preempted_sequences_are_copied(slow: Path) -> None:
-    with Client(slow, num_blocks=24, kv_host_bytes=4000, max_num_batched_tokens=16) as client:
-        for i in range(4):
-            client.submit(str(i), [i] * 18, max_tokens=30, ignore_eos=True)
+    options = {"num_blocks": 24, "kv_host_bytes": 4000, "max_num_batched_tokens": 16}
+    with Client(slow, program=("-c", QUICK_DISK + MAIN), **options) as client:
+        with client.held():
+            for i in range(4):
+                client.submit(str(i), [i] * 18, max_tokens=30, ignore_eos=True)
         client.wait_all()
         for i in range(4):
             assert client.tokens[str(i)] == greedy([i] * 18, 30)
@@ -74,7 +77,8 @@ def test_where_computing_is_slow_preempted_sequences_are_copied(slow: Path) -> N
 def test_evicted_prefixes_come_back_from_host_memory(slow: Path) -> None:
     stem = [7] * 40
     others = [[i] * 60 for i in range(4)]
-    with Client(slow, num_blocks=24, kv_host_bytes=100 * 64, max_num_batched_tokens=16) as client:
+    options = {"num_blocks": 24, "kv_host_bytes": 100 * 64, "max_num_batched_tokens": 16}
+    with Client(slow, program=("-c", QUICK_DISK + MAIN), **options) as client:
         for i, prompt in enumerate([stem, *others, [*stem, 3], [*stem, 4]]):
             client.submit(str(i), prompt, max_tokens=6, ignore_eos=True)
             client.wait_all()
@@ -106,7 +110,7 @@ def test_evicted_prefixes_come_back_from_a_disk(slow: Path, tmp_path: Path, host
         assert last.shelf_hits["disk"] > 0
         assert last.shelf_damaged == {"disk": 0}
         client.process.kill()
-        client.process.wait(10)
+        client.exit_code()
     assert not [*tmp_path.iterdir()]
 
 
@@ -154,7 +158,7 @@ def test_tokens_are_the_same_whoever_chooses_them(plan: Path, overlap: bool) -> 
         {"logprobs": 2}, {"temperature": 2.0, "repetition_penalty": 1.4, "seed": 5}, {"logit_bias": {7: 9.0}},
     ]  # fmt: skip
     answers = []
-    for program in (("-m", "llmc.runtime.core_main"), ("-c", _CHOOSING)):
+    for program in (CORE, ("-c", _CHOOSING)):
         with Client(plan, program=program, overlap=overlap, max_num_batched_tokens=16) as client:
             for i, prompt in enumerate(prompts(24)):
                 client.submit(str(i), prompt, max_tokens=20, **kinds[i % len(kinds)])
@@ -162,7 +166,9 @@ def test_tokens_are_the_same_whoever_chooses_them(plan: Path, overlap: bool) -> 
             client.wait_all()
             answers.append((client.tokens, {name: output.finish_reason for name, output in client.ended.items()}))
             client.shut_down()
-            _, errors = client.process.communicate(timeout=20)
+            assert client.exit_code() == 0
+            assert client.process.stderr is not None
+            errors = client.process.stderr.read()
     assert answers[0] == answers[1]
     assert int(errors.split()[-1]) > 24 * 5
 
@@ -191,14 +197,14 @@ def test_only_who_needs_it_waits_for_a_slow_disk(slow: Path, tmp_path: Path, end
             client.shut_down(drain=False)
             client.wait_all()
             assert client.ended["waits"].finish_reason == "error"
-            assert client.process.wait(10) == 0
+            assert client.exit_code() == 0
         else:
             client.shut_down()
             gate.touch()
             client.wait_all()
             assert client.tokens["waits"] == greedy([*stem, 3], 6)
             assert client.ended["waits"].cached_tokens == 40
-            assert client.process.wait(10) == 0
+            assert client.exit_code() == 0
 
 
 def test_time_tells_nothing_of_what_is_cached_under_another_salt(slow: Path) -> None:
@@ -216,11 +222,11 @@ def test_time_tells_nothing_of_what_is_cached_under_another_salt(slow: Path) -> 
 
 def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
     with Client(slow, max_num_seqs=2, max_num_queued_reqs=1) as client:
-        for i in range(2):
-            client.submit(f"runs{i}", [i], max_tokens=20, ignore_eos=True)
-        client.wait(lambda: client.tokens["runs0"] and client.tokens["runs1"])
-        for i in range(3):
-            client.submit(f"more{i}", [i], max_tokens=1, ignore_eos=True)
+        with client.held():
+            for i in range(2):
+                client.submit(f"runs{i}", [i], max_tokens=20, ignore_eos=True)
+            for i in range(3):
+                client.submit(f"more{i}", [i], max_tokens=1, ignore_eos=True)
         client.wait_all()
         turned = [name for name, output in client.ended.items() if output.cause == "queue_full"]
         assert turned == ["more1", "more2"]
@@ -234,8 +240,9 @@ def test_too_many_are_turned_away_with_a_time_to_come_again(slow: Path) -> None:
 
 def test_who_waits_too_long_is_turned_away(slow: Path) -> None:
     with Client(slow, max_num_seqs=1, queue_timeout=0.1) as client:
-        client.submit("runs", [1], max_tokens=30, ignore_eos=True)
-        client.submit("waits", [2], max_tokens=1, ignore_eos=True)
+        with client.held():
+            client.submit("runs", [1], max_tokens=30, ignore_eos=True)
+            client.submit("waits", [2], max_tokens=1, ignore_eos=True)
         client.wait_all()
         assert client.ended["waits"].cause == "queue_timeout"
         assert "0.1 s (--queue-timeout)" in (client.ended["waits"].error or "")
@@ -347,38 +354,43 @@ def small(plan: Path) -> Iterator[Client]:
         yield client
 
 
-def test_aborts_free_the_blocks_in_every_state(slow: Path) -> None:
-    with Client(slow, num_blocks=30, max_num_seqs=2, max_num_batched_tokens=4) as client:
+def test_aborts_free_the_blocks_in_every_state(endless: Path) -> None:
+    with Client(endless, num_blocks=4000, max_num_seqs=2, max_num_batched_tokens=4) as client:
         client.submit("decoding", [1], ignore_eos=True)
         client.wait(lambda: client.tokens["decoding"])
-        client.submit("prefilling", [2] * 80, ignore_eos=True)
+        client.submit("prefilling", [2] * 6000, ignore_eos=True)
         client.submit("waiting", [3], ignore_eos=True)
         client.wait(lambda: client.stats and (client.stats[-1].running, client.stats[-1].waiting) == (2, 1))
         for name in ("waiting", "prefilling", "decoding", "unknown"):
             client.abort(name)
         client.wait_all()
         assert {output.finish_reason for output in client.ended.values()} == {"abort"}
+        assert not client.tokens["prefilling"]
         client.wait(client.idle)
         assert (client.stats[-1].waiting, client.stats[-1].blocks_used) == (0, 0)
 
 
-def test_shutdown_drains(slow: Path) -> None:
-    with Client(slow) as client:
+def test_shutdown_drains(tmp_path: Path) -> None:
+    gate, wanted = tmp_path / "gate", greedy([1, 2], 10)
+    assert wanted[3] not in (1, 2, *wanted[:3])
+    plan = write_engine_plan(tmp_path / "gated.plan", tp=2, hang_token=wanted[3])
+    with Client(plan, gate=gate) as client:
         client.submit("a", [1, 2], max_tokens=10, ignore_eos=True)
         client.wait(lambda: client.tokens["a"])
         client.shut_down()
         client.submit("late", [1], max_tokens=1)
+        gate.touch()
         client.wait_all()
-        assert client.tokens["a"] == greedy([1, 2], 10)
+        assert client.tokens["a"] == wanted
         assert "shutting down" in (client.ended["late"].error or "")
-        assert client.process.wait(10) == 0
+        assert client.exit_code() == 0
 
 
-def test_shutdown_at_once_ends_what_runs(slow: Path) -> None:
-    with Client(slow) as client:
+def test_shutdown_at_once_ends_what_runs(endless: Path) -> None:
+    with Client(endless) as client:
         client.submit("a", [1, 2], ignore_eos=True)
         client.wait(lambda: client.tokens["a"])
         client.shut_down(drain=False)
         client.wait_all()
         assert client.ended["a"].finish_reason == "error"
-        assert client.process.wait(10) == 0
+        assert client.exit_code() == 0

@@ -16,7 +16,7 @@ from llmc.runtime import core_process
 from llmc.runtime.engine import Engine, Handling, SamplingParams
 from llmc.runtime.params import RequestError
 from tests.unit.runtime.fake_engine import greedy, write_engine_plan
-from tests.unit.runtime.servers import FAKE_CORE
+from tests.unit.runtime.servers import FAKE_CORE, LONG
 from tests.unit.runtime.test_server_core import with_tokenizer
 
 COMMAND = (sys.executable, FAKE_CORE)
@@ -208,6 +208,6 @@ def test_ctrl_c_during_run(fake_plan: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=LONG)
     assert process.returncode == 130
     assert log == b""
