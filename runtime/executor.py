@@ -43,6 +43,8 @@ _COMMAND = (sys.executable, "-P", "-m", "llmc.runtime.rank_main")
 #: Seconds that ranks may take to load, beside reading the plan from a disk of at least so many bytes a second.
 LOAD_TIMEOUT, SLOWEST_DISK = 300.0, 20e6
 _CLOSE_SECONDS = 1.0
+#: So long the executor waits at a time before it looks after ranks that have not answered.
+_TURN_SECONDS = 0.5
 
 
 class RankLost(EnvironmentFault):
@@ -310,9 +312,9 @@ class Executor:
     def _wait(self, answer: bytes, timeout: float) -> None:
         """Waits until every rank has given this answer."""
         waiting = set(self._ranks)
-        began = time.monotonic()
+        turns = stopped = 0
         while waiting:
-            events = self._poll.poll(500)
+            events = self._poll.poll(_TURN_SECONDS * 1000)
             for descriptor, _ in events:
                 if descriptor == self._watch:
                     self.close()
@@ -324,15 +326,22 @@ class Executor:
                 waiting.discard(descriptor)
             if not events:
                 self._on_wait()
-                self._check_progress(waiting, time.monotonic() - began, timeout)
+                turns += 1
+                stopped = self._check_progress(waiting, turns, stopped, timeout)
 
-    def _check_progress(self, waiting: set[int], seconds: float, timeout: float) -> None:
-        ranks = [self._ranks[descriptor] for descriptor in sorted(waiting)]
-        stopped = [rank for rank in ranks if rank.is_stopped()]
-        if stopped and seconds > STOPPED_SECONDS:
-            self._give_up(f"{_name(stopped)} is stopped (SIGSTOP or a debugger); no answer for {seconds:.1f} s")
+    def _check_progress(self, waiting: set[int], turns: int, stopped: int, timeout: float) -> int:
+        """How many turns running a rank was found stopped, `stopped` of them before. Raises RankLost after too many.
+
+        Its own turns are counted, not time: time also passes while this very process is stopped.
+        """
+        ranks, seconds = [self._ranks[descriptor] for descriptor in sorted(waiting)], turns * _TURN_SECONDS
+        found = [rank for rank in ranks if rank.is_stopped()]
+        stopped = stopped + 1 if found else 0
+        if stopped * _TURN_SECONDS > STOPPED_SECONDS:
+            self._give_up(f"{_name(found)} is stopped (SIGSTOP or a debugger); no answer for {seconds:.1f} s")
         if seconds > timeout:
             self._give_up(f"{_name(ranks)} gave no answer for {seconds:.1f} s (the timeout is {timeout:g} s)")
+        return stopped
 
     def _lose(self, rank: _Rank, answer: bytes) -> None:
         """Ends everything because of one rank's answer, or because of its end (an empty answer)."""

@@ -9,11 +9,13 @@
 //   comm.wait();                                                     // one thread of each rank calls this
 //   comm.failed()                                    // sticky: llmc_run returns 2; later waits return at once
 //
-// A wait ends when all ranks have arrived, when anyone called comm_abort, or when nobody moved for the deadline.
+// A wait ends when all ranks have arrived, when anyone called comm_abort, or when nobody moved for the deadline. That is
+// counted in naps: time also passes while this very process is stopped, or its machine stands still.
 #pragma once
 #include "plugins/cpu/patience.h"
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <ctime>
 #include <linux/futex.h>
@@ -25,6 +27,7 @@ namespace llmc {
 constexpr int kMaxRanks = 16;
 constexpr int64_t kCommHeaderBytes = 4096;
 constexpr uint32_t kDefaultDeadlineMs = 10000;
+constexpr long kNapMs = 50;
 
 // Zeroed before the first rank starts. The counters count barriers and wrap round; only their differences matter.
 struct CommHeader {
@@ -95,25 +98,19 @@ class RankComm {
   }
   bool aborted() const { return header()->aborted.load(std::memory_order_relaxed) != 0; }
 
-  static int64_t now_ms() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return int64_t(t.tv_sec) * 1000 + t.tv_nsec / 1000000;
-  }
-
   bool wait_for(int r) { return patience_.spin([&] { return arrived(r); }) || sleep_for(r); }
 
   bool sleep_for(int r) {
     const uint32_t limit = header()->deadline_ms.load(std::memory_order_relaxed);
-    const int64_t deadline = now_ms() + (limit ? limit : kDefaultDeadlineMs);
+    int64_t naps = (limit ? limit : kDefaultDeadlineMs) / kNapMs + 1;
     auto& other = header()->arrival[r];
-    const timespec nap{0, 50 * 1000 * 1000};
+    const timespec nap{0, kNapMs * 1000 * 1000};
     other.sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool here = arrived(r);
-    while (!here && !aborted() && now_ms() < deadline) {
+    while (!here && !aborted() && naps > 0) {
       const uint32_t seen = other.count.load(std::memory_order_seq_cst);
       here = int32_t(seen - epoch_) >= 0;
-      if (!here) futex(&other.count, FUTEX_WAIT, seen, &nap);
+      if (!here && futex(&other.count, FUTEX_WAIT, seen, &nap) && errno == ETIMEDOUT) --naps;
     }
     other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (!here) comm_abort(memory_);  // the group is lost: spare the others their own deadline
