@@ -86,10 +86,12 @@ def test_a_sweep_of_a_server(server: Server, tmp_path: Path) -> None:
     for run, most in ((one, 1), (three, 3)):
         assert (run["completed"], run["failed"], run["max_concurrency"]) == (6, 0, most)
         assert run["total_output_tokens"] == 6 * 8
-        assert run["max_concurrent_requests"] <= most
+        assert run["max_concurrent_requests"] == most  # the first ones begin before anything is answered
         assert run["request_goodput"] == pytest.approx(run["request_throughput"])
-        assert all(run[f"median_{name}_ms"] >= 4 for name in ("ttft", "tpot", "e2el"))
-    assert three["output_throughput"] > one["output_throughput"]
+        # Eight steps of 5 ms; pieces of an answer may come together.
+        assert run["median_ttft_ms"] >= 4
+        assert run["median_e2el_ms"] >= 35
+        assert 0 <= run["median_tpot_ms"] <= run["median_e2el_ms"]
     assert "3 at once" in plot.read_text()
     again = CliRunner().invoke(main, [*arguments[:-1], "again", "--compare", str(out), "--num-prompts", "1"])
     assert again.exit_code == 0, again.output

@@ -1,7 +1,8 @@
 """A core that computes nothing: it answers a prompt with the prompt itself, over and over. For tests of the protocol.
 
-`python fake_core.py PLAN FD OPTIONS`, as the real one. FAKE_STEP_SECONDS slows its steps down, FAKE_LOAD_SECONDS its
-start; FAKE_LOAD_ERROR makes it fail to load; a prompt that starts with token HANG makes it hang, with DIE report a
+`python fake_core.py PLAN FD OPTIONS`, as the real one. FAKE_STEP_SECONDS slows its steps down; with FAKE_GATE no
+sequence gains more than one token before that file is there, and with FAKE_LOAD_GATE it loads until that is there;
+FAKE_LOAD_ERROR makes it fail to load; a prompt that starts with token HANG makes it hang, with DIE report a
 fatal error, with REFUSE end that request with an error; unless FAKE_HARMLESS is set.
 """
 
@@ -44,6 +45,7 @@ class FakeCore:
         self.running: dict[str, tuple[Submit, int]] = {}
         self.steps = self.prompt_tokens = self.generated = 0
         self.step_seconds = float(os.environ.get("FAKE_STEP_SECONDS", "0"))
+        self.gate = os.environ.get("FAKE_GATE")
 
     def send(self, *messages: object) -> None:
         frames = [msgspec.msgpack.encode(m) for m in messages]
@@ -65,7 +67,8 @@ class FakeCore:
         return found
 
     def run(self) -> None:
-        time.sleep(float(os.environ.get("FAKE_LOAD_SECONDS", "0")))
+        while (gate := os.environ.get("FAKE_LOAD_GATE")) and not os.path.exists(gate):
+            time.sleep(0.01)
         if error := os.environ.get("FAKE_LOAD_ERROR"):
             self.send(Fatal(error))
             sys.exit(2)
@@ -96,8 +99,11 @@ class FakeCore:
         if any(s.prompt[0] == HANG for s, _ in self.running.values()):
             time.sleep(1000)
         time.sleep(self.step_seconds)
-        outputs = [self.advance(s, done) for s, done in list(self.running.values())]
-        self.steps += 1
+        closed = self.gate is not None and not os.path.exists(self.gate)
+        if closed:
+            time.sleep(0.02)
+        outputs = [self.advance(s, done) for s, done in list(self.running.values()) if not (closed and done)]
+        self.steps += bool(outputs)
         n = len(self.running)
         counts = (n, 0, n, 64, self.steps, self.prompt_tokens, self.generated, self.prompt_tokens, 0, 0, 0.0)
         self.send(*outputs, Stats(*counts))

@@ -17,7 +17,7 @@ from llmc.artifacts.errors import UsageError
 from llmc.runtime.server.access import ApiKeys, read_keys
 from llmc.runtime.server.protocol import ChatRequest
 from tests.unit.runtime.fake_engine import write_engine_plan
-from tests.unit.runtime.servers import Server, fake_server, real_server
+from tests.unit.runtime.servers import LONG, Server, fake_server, real_server
 from tests.unit.runtime.test_server_core import with_tokenizer
 
 BODY = {"prompt": "one two", "max_tokens": 2}
@@ -116,7 +116,9 @@ def test_https(fake_plan: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     with fake_server(fake_plan, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), ready=False) as server:
         server.url = server.url.replace("http:", "https:")
-        server.http = httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)))
+        server.http = httpx.Client(
+            base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)), timeout=LONG
+        )
         server.wait_ready()
         assert ask(server).json()["usage"]["completion_tokens"] == 2
         with pytest.raises(httpx.TransportError):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmc.runtime.server.connections import RESERVE
-from tests.unit.runtime.servers import Server, Stopwatch, fake_server
+from tests.unit.runtime.servers import Server, fake_server
+from tests.unit.runtime.stopwatch import Stopwatch
 
 BODY = b'{"prompt": "one", "max_tokens": 1}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -64,13 +65,18 @@ def test_bytes_that_trickle_in_do_not_prolong_it(bounded: Server) -> None:
 
 
 def test_a_slow_answer_is_not_a_slow_request(fake_plan: Path) -> None:
-    with fake_server(fake_plan, "--request-timeout", "0.5", FAKE_STEP_SECONDS="0.3") as server:
+    with fake_server(fake_plan, "--request-timeout", "4", FAKE_STEP_SECONDS="1") as server:
         body = {"prompt": "one two", "max_tokens": 6, "ignore_eos": True}
         for _ in range(2):  # the second over the same connection
             assert server.http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_beyond_the_bound_requests_are_told_to_come_again(bounded: Server) -> None:
+def test_beyond_the_bound_requests_are_told_to_come_again(fake_plan: Path) -> None:
+    with fake_server(fake_plan, "--max-connections", "4") as server:  # which waits for requests while this goes on
+        turned_away(server)
+
+
+def turned_away(bounded: Server) -> None:
     assert bounded.http.post("/v1/completions", content=BODY, headers={"Content-Type": "application/json"}).is_success
     with contextlib.ExitStack() as stack:
         for _ in range(4):

@@ -14,7 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llmc.artifacts.plan import Plan, PlanWriter
 from tests.unit.runtime.fake_engine import VOCAB, alive, children, greedy, write_engine_plan
-from tests.unit.runtime.servers import Server, Stopwatch, real_server
+from tests.unit.runtime.servers import Server, real_server
+from tests.unit.runtime.stopwatch import Stopwatch
+
+FULL = 1200
 
 
 def with_tokenizer(path: Path) -> Path:
@@ -33,8 +36,9 @@ def with_tokenizer(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An answer of full length takes it a minute at least: none ends before a test has done what it will."""
     folder = tmp_path_factory.mktemp("engine")
-    return with_tokenizer(write_engine_plan(folder / "fake.plan", tp=2, step_us=50_000))
+    return with_tokenizer(write_engine_plan(folder / "fake.plan", tp=2, max_seq_len=FULL, step_us=50_000))
 
 
 @pytest.fixture
@@ -44,8 +48,8 @@ def engine(plan: Path) -> Iterator[Server]:
 
 
 def all_gone(pids: list[int]) -> bool:
-    """Whether the processes end. A rank notices its core's end a moment later, so they get a second."""
-    return Stopwatch().wait(lambda: not any(map(alive, pids)), 1)
+    """Whether the processes end. A rank notices its core's end a moment later."""
+    return Stopwatch().wait(lambda: not any(map(alive, pids)), 5)
 
 
 def test_answers_are_the_cores(engine: Server) -> None:
@@ -62,8 +66,12 @@ def test_answers_are_the_cores(engine: Server) -> None:
 def test_a_full_queue_is_answered_429_with_retry_after(plan: Path, stream: bool) -> None:
     with real_server(plan, "--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
         ask = {"model": "fake", "prompt": [3, 5], "temperature": 0, "ignore_eos": True, "stream": stream}
-        with ThreadPoolExecutor(4) as pool:
-            found = [pool.submit(server.http.post, "/v1/completions", json={**ask, "max_tokens": 20}) for _ in range(4)]
+        ahead = leave(server, {**ask, "max_tokens": FULL - 2})
+        server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        with ThreadPoolExecutor(3) as pool:
+            found = [pool.submit(server.http.post, "/v1/completions", json={**ask, "max_tokens": 20}) for _ in range(3)]
+            server.wait_for(lambda: sum(future.done() for future in found) == 2)
+            ahead.close()
             answers = [future.result() for future in found]
         turned = [answer for answer in answers if answer.status_code == 429]
         assert len(turned) == 2
@@ -103,11 +111,10 @@ def test_how_a_request_is_treated(engine: Server) -> None:
 
 def test_a_client_that_leaves_frees_the_blocks(engine: Server) -> None:
     with engine.client.completions.create(
-        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=40, extra_body={"ignore_eos": True}
+        model="fake", prompt=[3, 5, 8], stream=True, max_tokens=1000, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream))
-    # 40 steps take 2 s: idle before that means aborted.
-    engine.wait_for(lambda: engine.metric("num_requests_running") == 0, 1)
+    engine.wait_for(lambda: engine.metric("num_requests_running") == 0)
     engine.wait_for(lambda: engine.metric("kv_cache_usage_perc") == 0)
 
 
@@ -132,44 +139,47 @@ def test_a_core_that_is_stopped_dies_with_its_front_end(engine: Server) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_in_any_state_frees_everything(plan: Path, state: str, stream: bool) -> None:
     with real_server(plan, "--max-num-seqs", "1", "--max-num-batched-tokens", "2") as server:
-        body = {"prompt": [3, 5, 8], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream}
+        body = {"prompt": [3, 5, 8], "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": stream}
         ahead = leave(server, body) if state == "queued" else None
         if ahead is not None:
             server.wait_for(lambda: server.metric("num_requests_running") == 1)
-        # Two tokens a step of 50 ms: a prompt of 80 takes 2 s.
-        long = {"prompt": list(range(40)) * 2, "max_tokens": 10} if state == "prefilling" else {}
+        # Two tokens a step of 50 ms: a prompt of 1120 takes half a minute.
+        long = {"prompt": list(range(40)) * 28, "max_tokens": 10} if state == "prefilling" else {}
         client = leave(server, {**body, **long})
         gauge = "num_requests_waiting" if state == "queued" else "num_requests_running"
         server.wait_for(lambda: server.metric(gauge) == 1)
         if state == "decoding":
             server.wait_for(lambda: server.metric("generation_tokens_total") > 1)
         client.close()
-        server.wait_for(lambda: server.metric(gauge) == 0, 3)
+        server.wait_for(lambda: server.metric(gauge) == 0)
         if state == "prefilling":
             assert server.metric("generation_tokens_total") == 0
         if ahead is not None:
             ahead.close()
-        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0, 3)
+        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0)
         done = server.http.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5})
         assert done.json()["choices"][0]["text"] == "".join(f"w{token}" for token in greedy(body["prompt"], 5))
 
 
 @pytest.mark.parametrize("state", ["preempted", "swapped"])
 def test_a_client_that_leaves_while_set_back_frees_everything(plan: Path, state: str) -> None:
-    # 24 blocks of 4 tokens hold one sequence of full length, so the younger of two has to give way.
-    host = ["--kv-host-bytes", "8000"] if state == "swapped" else []
-    with real_server(plan, "--kv-bytes", str(24 * 64), *host) as server:
-        body = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "stream": True}
-        elder = leave(server, {**body, "prompt": [1] * 40, "cache_salt": "a"})
+    # Blocks of 4 tokens for one sequence of full length, so the younger of two has to give way; to compute its prompt
+    # anew would take a second, to copy it takes milliseconds.
+    host = ["--kv-host-bytes", str(FULL // 4 * 64)] if state == "swapped" else []
+    with real_server(plan, "--kv-bytes", str(FULL // 4 * 64), *host) as server:
+        body = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+        elder = leave(server, {**body, "prompt": [1] * 580, "cache_salt": "a"})
         server.wait_for(lambda: server.metric("num_requests_running") == 1)
-        younger = leave(server, {**body, "prompt": [2] * 40, "cache_salt": "b"})
-        server.wait_for(lambda: server.metric("num_requests_waiting") == server.metric("num_preemptions_total") == 1)
+        younger = leave(server, {**body, "prompt": [2] * 580, "cache_salt": "b"})
+        server.wait_for(
+            lambda: server.metric("num_requests_waiting") == server.metric("num_preemptions_total") == 1, 20
+        )
         assert (server.metric("kv_host_blocks_used") > 0) == (state == "swapped")
         younger.close()
-        server.wait_for(lambda: server.metric("num_requests_waiting") == server.metric("kv_host_blocks_used") == 0, 3)
+        server.wait_for(lambda: server.metric("num_requests_waiting") == server.metric("kv_host_blocks_used") == 0)
         assert server.metric("num_requests_running") == 1
         elder.close()
-        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0, 3)
+        server.wait_for(lambda: server.metric("kv_cache_usage_perc") == server.metric("num_requests_running") == 0)
 
 
 def leave(server: Server, body: dict[str, Any]) -> socket.socket:

@@ -17,15 +17,18 @@ import pytest
 from llmc.artifacts.plan import Plan
 from llmc.runtime import service
 from llmc.runtime.options import CoreOptions
+from tests.unit.runtime import servers
 from tests.unit.runtime.fake_plan import write_plan
-from tests.unit.runtime.servers import FAKE_CORE, Server, Stopwatch, fake_server
+from tests.unit.runtime.servers import FAKE_CORE, Server, fake_server
+from tests.unit.runtime.stopwatch import Stopwatch
 
 LONG: dict[str, Any] = {"prompt": "one two three", "max_tokens": 400}
 
 
 @pytest.fixture
 def slow(fake_plan: Path) -> Iterator[Server]:
-    with fake_server(fake_plan, FAKE_STEP_SECONDS="0.02") as running:
+    """The longest answers take it 40 s, and longer on a busy machine: none ends before a test has done what it will."""
+    with fake_server(fake_plan, FAKE_STEP_SECONDS="0.1") as running:
         yield running
 
 
@@ -39,13 +42,12 @@ class Background:
 
     def _run(self, server: Server, body: dict[str, Any]) -> None:
         try:
-            self.result = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+            self.result = httpx.post(f"{server.url}/v1/completions", json=body, timeout=servers.LONG)
         except httpx.HTTPError as error:
             self.result = error
 
     def join(self) -> Any:
-        self._thread.join(20)
-        assert not self._thread.is_alive()
+        assert Stopwatch().wait(lambda: not self._thread.is_alive(), 20)
         return self.result
 
 
@@ -61,8 +63,7 @@ def test_a_client_that_leaves_frees_its_sequences(slow: Server, stream: str) -> 
     sock = raw_request(slow, f'{{"prompt": ["one two", "three"], "n": 2, "max_tokens": 400, "stream": {stream}}}')
     slow.wait_for(lambda: slow.metric("num_requests_running") == 4)
     sock.close()
-    # Idle means aborted: 400 steps would have taken 8 s.
-    slow.wait_for(lambda: slow.metric("num_requests_running") == 0, 4)
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 0)
     text = slow.http.get("/metrics").text
     assert 'llmc:request_success_total{finished_reason="abort",model_name="fake"} 4.0' in text
 
@@ -71,27 +72,31 @@ def test_a_client_that_leaves_its_stream_midway(slow: Server) -> None:
     with slow.client.completions.create(model="fake", stream=True, **LONG) as stream:
         for _ in range(3):
             next(iter(stream))
-    slow.wait_for(lambda: slow.metric("num_requests_running") == 0, 4)
+    slow.wait_for(lambda: slow.metric("num_requests_running") == 0)
+    assert 'finished_reason="abort",model_name="fake"} 1.0' in slow.http.get("/metrics").text
 
 
-def test_sigterm_drains(slow: Server) -> None:
-    request = Background(slow, {**LONG, "max_tokens": 60})
-    slow.wait_for(lambda: slow.metric("num_requests_running") == 1)
-    slow.process.send_signal(signal.SIGTERM)
-    slow.wait_for(lambda: slow.status("/ready") == 503)
-    assert slow.http.get("/ready").json()["error"]["message"] == "the server is shutting down"
-    assert slow.status("/health") == 200
-    late = slow.http.post("/v1/completions", json=LONG)
-    assert late.status_code == 503
-    assert late.json()["error"]["type"] == "service_unavailable"
-    response = request.join()
-    assert response.status_code == 200
-    assert response.json()["usage"]["completion_tokens"] == 60
-    assert slow.finish() == 0
+def test_sigterm_drains(fake_plan: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"  # nothing ends before it opens
+    with fake_server(fake_plan, FAKE_GATE=str(gate)) as server:
+        request = Background(server, {**LONG, "max_tokens": 60})
+        server.wait_for(lambda: server.metric("num_requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: server.status("/ready") == 503)
+        assert server.http.get("/ready").json()["error"]["message"] == "the server is shutting down"
+        assert server.status("/health") == 200
+        late = server.http.post("/v1/completions", json=LONG)
+        assert late.status_code == 503
+        assert late.json()["error"]["type"] == "service_unavailable"
+        gate.touch()
+        response = request.join()
+        assert response.status_code == 200
+        assert response.json()["usage"]["completion_tokens"] == 60
+        assert server.finish() == 0
 
 
-def test_draining_has_an_end(fake_plan: Path) -> None:
-    with fake_server(fake_plan, "--shutdown-timeout", "0.3", FAKE_STEP_SECONDS="0.02") as server:
+def test_draining_has_an_end(fake_plan: Path, tmp_path: Path) -> None:
+    with fake_server(fake_plan, "--shutdown-timeout", "0.3", FAKE_GATE=str(tmp_path / "gate")) as server:
         request = Background(server, LONG)
         server.wait_for(lambda: server.metric("num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
@@ -136,8 +141,7 @@ def test_the_engines_death_ends_everything_within_5_seconds(slow: Server, kill: 
 def test_a_stopped_core_takes_readiness_down(fake_plan: Path) -> None:
     with fake_server(fake_plan, "--shutdown-timeout", "0", FAKE_PROGRESS_DEADLINE="0.5") as server:
         Background(server, {"prompt": "<|hang|>"})
-        server.wait_for(lambda: server.status("/ready") == 503)
-        assert "no step for" in server.http.get("/ready").json()["error"]["message"]
+        server.wait_for(lambda: "no step for" in server.http.get("/ready").text)
         assert server.status("/health") == 200
 
 
@@ -158,16 +162,18 @@ def test_a_core_that_makes_no_step_is_given_up(fake_plan: Path, monkeypatch: pyt
     assert asyncio.run(ask()) == "the engine core has made no step for 1 s"
 
 
-def test_it_listens_while_it_loads(fake_plan: Path) -> None:
-    with fake_server(fake_plan, ready=False, FAKE_LOAD_SECONDS="1") as server:
+def test_it_listens_while_it_loads(fake_plan: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with fake_server(fake_plan, ready=False, FAKE_LOAD_GATE=str(gate)) as server:
         server.wait_for(lambda: server.status("/health") == 200, 30)
         assert server.http.get("/ready").json()["error"]["message"] == "the engine is loading"
         assert server.http.post("/v1/completions", json=LONG).status_code == 503
+        gate.touch()
         server.wait_ready()
 
 
-def test_sigterm_while_it_loads(fake_plan: Path) -> None:
-    with fake_server(fake_plan, ready=False, FAKE_LOAD_SECONDS="60") as server:
+def test_sigterm_while_it_loads(fake_plan: Path, tmp_path: Path) -> None:
+    with fake_server(fake_plan, ready=False, FAKE_LOAD_GATE=str(tmp_path / "gate")) as server:
         server.wait_for(lambda: server.status("/health") == 200, 30)
         server.process.send_signal(signal.SIGTERM)
         assert server.finish() == 0
@@ -234,7 +240,7 @@ def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
     with fake_server(write_plan(tmp_path / "p.plan", template=endless)) as server:
         with pytest.raises(httpx.TransportError):
-            server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=60)
+            server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert server.finish() == 1
         assert "chat_template" in server.log
 
