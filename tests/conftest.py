@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import llmc.builder  # noqa: F401  before anything imports PyTorch: it says how OpenMP waits
 
-# The same examples in every CI run; elsewhere new ones each time.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# The same examples in every CI run; elsewhere new ones each time. How long one takes is the machine's business.
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from llmc.calibration.quality import evaluation_windows
 from llmc.runtime.engine import Engine
 from llmc.runtime.messages import SamplingParams
 from llmc.runtime.selftest import Probe
+from tests.unit.runtime.fake_engine import children
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
@@ -149,11 +149,6 @@ def test_greedy_answers_are_the_same_together_and_in_groups(smollm2_plan: Path, 
         assert probe.greedy(prompts, 6) == alone
 
 
-def _children(pid: int) -> list[int]:
-    out = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(line) for line in out.split()]
-
-
 @pytest.fixture
 def engine(smollm2_plan: Path) -> Iterator[Engine]:
     with Engine(smollm2_plan) as opened:
@@ -179,7 +174,9 @@ def test_a_killed_rank_fails_what_is_running(engine: Engine) -> None:
     import os
     import threading
 
-    ranks = [pid for core in _children(os.getpid()) for pid in _children(core)]
+    core = engine._service.process
+    assert core is not None
+    ranks = children(core.process.pid)
     assert len(ranks) == 2
     threading.Timer(0.5, os.kill, (ranks[-1], signal.SIGKILL)).start()
     with pytest.raises(llmc.LlmcError, match="rank"):

@@ -169,8 +169,13 @@ def test_the_engine_knows_the_machine(plan: Path) -> None:
     with engine(plan, [Work("prefill", 1, 8)], 1, threads=1) as system:
         raw = np.ones((16 << 20) + 64, np.uint8)
         start = -raw.ctypes.data % 64
-        reads = system.library.read_rate(raw[start : start + (16 << 20)], 2)
-        flops = [system.library.product_rate(kind, 100_000, 1) for kind in (Products.FLOATS, Products.INT8_PAIRS)]
+        data = raw[start : start + (16 << 20)]
+        # Milliseconds each. The best of some: other work on the machine only takes from a rate.
+        reads = max(system.library.read_rate(data, 2) for _ in range(20))
+        flops = [
+            max(system.library.product_rate(kind, 100_000, 1) for _ in range(20))
+            for kind in (Products.FLOATS, Products.INT8_PAIRS)
+        ]
         with pytest.raises(PlanError, match="no instructions for products of kind 4"):
             system.library.product_rate(Products.INT8_TILES, 100_000, 1)
     assert 1e8 < reads < 1e13
