@@ -46,7 +46,7 @@ class Server:
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 30) -> None:
         def happened() -> bool:
-            assert self.process.poll() is None, self.finish() or self.log
+            assert self.process.poll() is None, f"it ended with {self.finish()}: {self.log}"
             return bool(condition())
 
         assert Stopwatch().wait(happened, seconds), "the condition did not come true in time"
