@@ -62,7 +62,8 @@ command.add_command(bench_serve)
     multiple=True,
     metavar="KIND=PATH",
     help="A peer to time in the same run, once or more: llama.cpp=FILE.gguf, "
-    "openvino=FILE.gguf (both with the extra llmc[bench]), transformers=CHECKPOINT (fp32, eager).",
+    "openvino=FILE.gguf (both with the extra llmc[bench]), transformers=CHECKPOINT (fp32, eager), "
+    "vllm=CHECKPOINT (in the Python that LLMC_VLLM_PYTHON names).",
 )
 @click.option("--model", type=click.Path(path_type=Path), help="The checkpoint that `--against transformers` loads.")
 @click.option("--prefill", "prefills", default="512,2048", show_default=True, type=Numbers(), help="Prompt lengths.")

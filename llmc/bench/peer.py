@@ -8,6 +8,7 @@ A process of its own keeps its threads, its allocator and its settings apart fro
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from llmc.bench.machine import Memory
 from llmc.bench.work import Work
 
 #: Kind -> the module with its `Runner(path, threads)`.
-KINDS = {"transformers": "hugging_face", "llama.cpp": "llama_cpp", "openvino": "openvino"}
+KINDS = {"transformers": "hugging_face", "llama.cpp": "llama_cpp", "openvino": "openvino", "vllm": "vllm"}
+#: Kind -> the variable that names the Python it runs in, where that is not this one.
+_INTERPRETERS = {"vllm": "LLMC_VLLM_PYTHON"}
 
 
 def parse_peer(text: str, model: Path | None) -> tuple[str, Path]:
@@ -47,8 +50,14 @@ class PeerSystem:
 
     def __init__(self, kind: str, path: Path, threads: int) -> None:
         self._kind = kind
-        command = [sys.executable, "-P", "-m", "llmc.bench.peer_main", kind, str(path), str(threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        python = os.environ.get(variable := _INTERPRETERS.get(kind, "")) or sys.executable
+        command = [python, "-P", "-m", "llmc.bench.peer_main", kind, str(path), str(threads)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{kind}: {variable} is {python!r}, which cannot be run: {error.strerror}"
+            ) from error
         answer = self._answer()
         self.name, self.load = str(answer["name"]), float(str(answer["load"]))
 

@@ -209,7 +209,7 @@ def test_a_run_as_json_and_as_a_picture(plan: Path, tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--against", "llama.cpp"], "--against llama.cpp=PATH"),
-        (["--against", "vllm=x"], "'vllm' is not one of"),
+        (["--against", "ollama=x"], "'ollama' is not one of"),
         (["--against", "llama.cpp=/nowhere.gguf"], "/nowhere.gguf does not exist"),
         (["--model", "x"], "--model is for --against transformers"),
         (["--plot", "picture.png"], "ends in .svg"),
@@ -288,6 +288,46 @@ def test_a_file_that_openvino_refuses_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = r"^openvino: .*OpenVINO cannot load it: no such architecture"
     with pytest.raises(CheckpointError, match=words), peer("openvino", tmp_path / "model.gguf", 1):
+        pass
+
+
+def test_vllm_runs_in_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from types import SimpleNamespace as Space\n"
+        "SamplingParams = lambda **fields: Space(**fields)\n"
+        "class LLM:\n"
+        "    def __init__(self, path, enable_prefix_caching, seed):\n"
+        "        if path.endswith('bad'): raise ValueError('first\\nno such architecture')\n"
+        "        assert enable_prefix_caching is False\n"
+        "        config = Space(dtype='torch.bfloat16', get_vocab_size=lambda: 99)\n"
+        "        self.llm_engine = Space(model_config=config)\n"
+        "    def generate(self, prompts, params, use_tqdm):\n"
+        "        assert all(max(p['prompt_token_ids']) < 99 for p in prompts) and params.ignore_eos\n"
+        "        text = f'{len(prompts)} of {len(prompts[0][\"prompt_token_ids\"])}, {params.max_tokens} more'\n"
+        "        print(text, file=open(__file__ + '.calls', 'a'))\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("LLMC_VLLM_PYTHON", str(python))
+    with peer("vllm", tmp_path / "good", 2) as system:
+        assert system.name == "vLLM bfloat16"
+        assert system.run(Work("prefill", 1, 16), 1) > 0
+        system.run(Work("decode", 3, 16), 4)
+    calls = (package / "__init__.py.calls").read_text().splitlines()
+    assert calls == ["1 of 1, 1 more", "1 of 16, 1 more", "3 of 16, 1 more", "3 of 16, 5 more"]
+    with pytest.raises(CheckpointError, match="no such architecture"), peer("vllm", tmp_path / "bad", 2):
+        pass
+    monkeypatch.setenv("LLMC_VLLM_PYTHON", str(tmp_path / "nothing"))
+    with (
+        pytest.raises(EnvironmentFault, match=r"LLMC_VLLM_PYTHON is .*nothing.*No such file"),
+        peer("vllm", tmp_path, 2),
+    ):
+        pass
+    monkeypatch.delenv("LLMC_VLLM_PYTHON")
+    with pytest.raises(EnvironmentFault, match="LLMC_VLLM_PYTHON names the Python"), peer("vllm", tmp_path, 2):
         pass
 
 
