@@ -117,7 +117,8 @@ class Costs:
         node, target = launch.node, self._target
         if node.op in _WEIGHT:
             weight = program.types[node.inputs[_WEIGHT[node.op]]]
-            return linear_products(weight.dtype, int(weight.shape[-1]), target.features)
+            features = target.features if node.op == "linear" else ()  # experts have neither bf16 products nor tiles
+            return linear_products(weight.dtype, int(weight.shape[-1]), features)
         if node.op == "paged_attention":
             a = node.attrs
             dtype = next(layer.dtype for layer in program.kv_layers if layer.layer == a.layer)

@@ -107,8 +107,38 @@ struct Int8Words {
   else                                            \
     _tile_dpbf16ps(SUM, X, WEIGHTS)
 
+// Of sixteen rows and a panel: a step of its four sums, to zero, and to memory. The fences: the compiler does not know that
+// tile loads read memory.
+template <class Words>
+[[gnu::always_inline]] inline void panel_products(const float* x, const float* weights) {
+  __asm__ volatile("" ::: "memory");
+  _tile_loadd(4, x, kTileBytes);
+  _tile_loadd(5, weights, kTileBytes);
+  _tile_loadd(6, weights + kTileWords, kTileBytes);
+  LLMC_TILE_PRODUCT(Words, 0, 4, 5);
+  _tile_loadd(7, weights + 2 * kTileWords, kTileBytes);
+  LLMC_TILE_PRODUCT(Words, 1, 4, 6);
+  _tile_loadd(5, weights + 3 * kTileWords, kTileBytes);
+  LLMC_TILE_PRODUCT(Words, 2, 4, 7);
+  LLMC_TILE_PRODUCT(Words, 3, 4, 5);
+  __asm__ volatile("" ::: "memory");
+}
+[[gnu::always_inline]] inline void zero_panel() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+[[gnu::always_inline]] inline void store_panel(float* acc) {
+  _tile_stored(0, acc, kTileBytes);
+  _tile_stored(1, acc + kTileWords, kTileBytes);
+  _tile_stored(2, acc + 2 * kTileWords, kTileBytes);
+  _tile_stored(3, acc + 3 * kTileWords, kTileBytes);
+  __asm__ volatile("" ::: "memory");
+}
+
 // acc at one piece += x * weights for the rows of `lower` and, kTileSums behind, those of `upper`; `count` steps, a multiple
-// of 16; from zero where `first`. The fences: the compiler does not know that tile loads read memory.
+// of 16; from zero where `first`.
 template <class Words>
 [[gnu::noinline]] void tile_block(TileShapes& shapes, const float* weights, int count, TileRows lower, TileRows upper,
                                          float* acc, bool first) {

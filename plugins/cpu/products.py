@@ -10,7 +10,7 @@ from collections.abc import Collection
 from enum import IntEnum
 
 #: Columns and numbers that a step of AMX's tiles takes (linear/products.h, amx_tiles.h).
-_BF16_TILE, _INT8_TILE = 32, 64
+BF16_TILE, _INT8_TILE = 32, 64
 
 
 class Products(IntEnum):
@@ -29,10 +29,12 @@ class Products(IntEnum):
 
 
 def linear_products(dtype: str, columns: int, features: Collection[str]) -> Products:
-    """Of rows with a weight of that dtype and so many columns, one expert's or a whole layer's."""
+    """Of rows with a weight of that dtype and so many columns. Groups of INT4 are filled up to whole steps of tiles."""
     tiles = "amx_tile" in features
     if dtype == "i8":
         return Products.INT8_TILES if tiles and columns % _INT8_TILE == 0 else Products.INT8_PAIRS
+    if dtype == "u4" and tiles:
+        return Products.BF16_TILES
     if dtype not in ("bf16", "f8e4m3") or "avx512_bf16" not in features or columns % 2:
         return Products.FLOATS
-    return Products.BF16_TILES if tiles and columns % _BF16_TILE == 0 else Products.BF16_PAIRS
+    return Products.BF16_TILES if tiles and columns % BF16_TILE == 0 else Products.BF16_PAIRS

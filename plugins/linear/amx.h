@@ -1,5 +1,6 @@
 // linear in AMX's tiles (plugins/cpu/amx_tiles.h), for every number of rows: one row goes through the same instruction as
-// many, so its results do not depend on the others. Weights are decoded a piece of 32 outputs at a time (tiles.h).
+// many, so its results do not depend on the others. Weights are decoded a piece of 32 outputs at a time (tiles.h). INT4, whose
+// groups have scales: int4_tiles.h.
 #pragma once
 #include <algorithm>
 
@@ -91,6 +92,11 @@ struct TileWeights<InTiles<Fp8Pairs>> {
   }
 };
 
+template <>
+struct TileWeights<InTiles<Int4Pairs>> {
+  static Lanes value(const float* acc, int at) { return TileWeights<InTiles<Fp8Pairs>>::value(acc, at); }
+};
+
 // Four k of an output, of which two rows of a panel have two each.
 template <>
 struct TileWeights<InTiles<Int8Quads>> {
@@ -118,24 +124,8 @@ template <class F>
   using Words = typename TileWeights<F>::Words;
   constexpr int half = 4 * kTileWords;
   shapes.set_panel(x.rows);
-  const auto multiply = [&](int step) {
-    const float* tiles = floats + step / kSide % 2 * half;
-    __asm__ volatile("" ::: "memory");
-    _tile_loadd(4, x.step(step), kTileBytes);
-    _tile_loadd(5, tiles, kTileBytes);
-    _tile_loadd(6, tiles + kTileWords, kTileBytes);
-    LLMC_TILE_PRODUCT(Words, 0, 4, 5);
-    _tile_loadd(7, tiles + 2 * kTileWords, kTileBytes);
-    LLMC_TILE_PRODUCT(Words, 1, 4, 6);
-    _tile_loadd(5, tiles + 3 * kTileWords, kTileBytes);
-    LLMC_TILE_PRODUCT(Words, 2, 4, 7);
-    LLMC_TILE_PRODUCT(Words, 3, 4, 5);
-    __asm__ volatile("" ::: "memory");
-  };
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  const auto multiply = [&](int step) { panel_products<Words>(x.step(step), floats + step / kSide % 2 * half); };
+  zero_panel();
   for (int step = 0; step < steps; step += kSide) {
     float* to = floats + step / kSide % 2 * half;
     for (int row = 0; row < kSide; ++row, w += F::kRow, to += kSide) {
@@ -150,11 +140,7 @@ template <class F>
     if (step) multiply(step - kSide);
   }
   multiply(steps - kSide);
-  _tile_stored(0, acc, kTileBytes);
-  _tile_stored(1, acc + kTileWords, kTileBytes);
-  _tile_stored(2, acc + 2 * kTileWords, kTileBytes);
-  _tile_stored(3, acc + 3 * kTileWords, kTileBytes);
-  __asm__ volatile("" ::: "memory");
+  store_panel(acc);
 }
 
 // linear's kernel (cpu.h) with tiles. Threads divide panels times chunks of rows, and help each other, as for many
@@ -199,8 +185,16 @@ struct TileKernel : Kernel {
     }
   }
 
-  // Sums of all rows = x * panel, in blocks of k that are equally long.
+  // Sums of all rows = x * panel.
   void multiply(TileShapes& shapes, typename F::Weight panel, float* floats, const float* x, int rows, float* acc) const {
+    if constexpr (F::kGrouped)
+      int4_rows(shapes, panel, this->k, floats, x, this->width(), rows, acc);
+    else
+      by_blocks(shapes, panel, floats, x, rows, acc);
+  }
+
+  // In blocks of k that are equally long.
+  void by_blocks(TileShapes& shapes, typename F::Weight panel, float* floats, const float* x, int rows, float* acc) const {
     const int width = this->width(), blocks = (width + kBlock - 1) / kBlock;
     if (rows <= kSide) return tile_panel<F>(shapes, panel, width, tile_rows(x, width, rows, 0), floats, acc);
     const int most = ((width + blocks - 1) / blocks + kSide - 1) / kSide * kSide;

@@ -290,7 +290,8 @@ struct Kernel : Columns<F, X> {
 template <int64_t Min, int64_t Max, class F, class Kernel>
 void multiply(const Kernel& kernel, int64_t rows) {
 #if LLMC_TILES
-  static_assert(kBlock * kPiece + kTileSums + 1 <= kThreadFloats / 2);  // beside a single row, of half as many words as columns
+  // Beside a single row, of half as many words as columns, with INT4 up to two steps more, and its factor.
+  static_assert(kBlock * kPiece + kTileSums + 2 * kSide + 1 <= kThreadFloats / 2);
   if constexpr (kInTiles<F>)
     TileKernel<Kernel, F>{kernel}.run(int(rows));
   else

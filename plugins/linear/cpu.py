@@ -11,6 +11,7 @@ import numpy as np
 
 from llmc.artifacts.types import TensorType
 from llmc.plugins.cpu.call import PANEL, Arg, Call, CpuCall, KernelEnv, Literal, Pointer, Product, RowStride, Scratch
+from llmc.plugins.cpu.products import BF16_TILE
 from llmc.plugins.linear import FACTORS, Attrs, groups
 
 FORMATS = {"f32": "Fp32", "bf16": "Bf16", "f8e4m3": "Fp8", "i8": "Int8", "u4": "Int4"}
@@ -40,11 +41,13 @@ def prepared_input(
     w: TensorType, x_scale: float | None, per_token: bool, group_start: int, factors: Pointer | None = None
 ) -> tuple[str, Arg, int]:
     """What becomes of x beside w [...,K]: a type of quantize.h, int8.h or int4.h, a value of it, words of a row of
-    it. `factors`: of its columns, beside an INT8 weight.
+    it, at most. `factors`: of its columns, beside an INT8 weight.
     """
     k = int(w.shape[-1])
     if w.dtype == "u4":
-        return "Grouped", Literal(f"llmc::lin::Grouped{{{group_start}}}"), k + groups(k, group_start)
+        # As int4.h has them, and int4_tiles.h, where the first and the last group may be filled up to whole steps.
+        words = max(k + groups(k, group_start), k // 2 + BF16_TILE)
+        return "Grouped", Literal(f"llmc::lin::Grouped{{{group_start}}}"), words
     if w.dtype == "i8":
         scale = "Int8Static" if x_scale is not None else "Int8PerToken"
         value = Literal(f"llmc::lin::{scale}{{{_number(x_scale)}}}")
@@ -56,7 +59,7 @@ def prepared_input(
 
 def launch(attrs: Attrs, inputs: Sequence[TensorType], outputs: Sequence[TensorType], env: KernelEnv) -> CpuCall:
     """Inputs as in `infer`; x and y may have a row stride, but for the y of an all-reduce. An INT4 weight's scales and
-    zero points are packed like it, and each row of x takes the sums of its groups with it (int4.h).
+    zero points are packed like it.
     """
     x, w = inputs[0], inputs[1]
     n, k = (int(d) for d in w.shape)

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "plugins/linear/bf16_dot.h"
+#include "plugins/linear/int4_tiles.h"
 #include "plugins/linear/int8.h"
 
 namespace llmc::lin {
@@ -52,11 +53,23 @@ struct InQuads {
   using Input = X;
   static Input input(X x) { return x; }
 };
+#if LLMC_TILES
+template <class>
+struct InGroupedPairs {
+  using Format = InTiles<Int4Pairs>;
+  using Input = GroupedPairs;
+  static Input input(Grouped x) { return {x.start}; }
+};
+#else
+template <class X>
+using InGroupedPairs = AsTheyAre<Int4, X>;
+#endif
 template <int K, class F>
 constexpr bool kQuads = LLMC_TILES && std::is_same_v<F, Int8> && K % (2 * kTileColumns) == 0;
 template <int K, class F, class X>
 using Products = std::conditional_t<PairFormat<F>::kExists && K % 2 == 0, InPairs<K, F, X>,
-                                    std::conditional_t<kQuads<K, F>, InQuads<X>, AsTheyAre<F, X>>>;
+                                    std::conditional_t<kQuads<K, F>, InQuads<X>,
+                                    std::conditional_t<std::is_same_v<F, Int4>, InGroupedPairs<X>, AsTheyAre<F, X>>>>;
 #else
 template <int K, class F, class X>
 using Products = AsTheyAre<F, X>;

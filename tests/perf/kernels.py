@@ -16,7 +16,7 @@ import numpy as np
 
 from llmc.artifacts.types import NUMPY_DTYPES, TensorType
 from llmc.plugins.cpu.call import CpuCall, KernelEnv, Pointer, Product
-from llmc.plugins.linear import Attrs, infer
+from llmc.plugins.linear import Attrs, groups, infer
 from llmc.plugins.linear.cpu import launch
 from tests.unit.plugins.compiled import BF16_ISAS, ISAS, aligned
 from tests.unit.plugins.harness import Library
@@ -59,13 +59,31 @@ class Case:
     dtype: str
     gated: bool = False
 
+    def types(self) -> list[TensorType]:
+        inputs = [TensorType("f32", ("T", self.k)), TensorType(self.dtype, (self.n, self.k))]
+        if self.dtype == "u4":
+            by_group = (self.n, groups(self.k))
+            return [*inputs, TensorType("f16", by_group), TensorType("u4", by_group)]
+        return [*inputs, *[TensorType("f32", (self.n,))] * (self.dtype in ("f8e4m3", "i8"))]
+
     def call(self) -> CpuCall:
-        quantized = self.dtype in ("f8e4m3", "i8")
         activation = "silu_gate" if self.gated else "none"
         attrs = Attrs(x_per_token=self.dtype == "i8", epilogue=activation)
-        w = TensorType(self.dtype, (self.n, self.k))
-        types = [TensorType("f32", ("T", self.k)), w, *[TensorType("f32", (self.n,))] * quantized]
+        types = self.types()
         return launch(attrs, types, infer(attrs, types), KernelEnv((1, MAX_ROWS), (1, MAX_ROWS)))
+
+    @property
+    def panel_bytes(self) -> int:
+        """Of the weight in panels of 64 outputs."""
+        size = -(-self.n // 64) * 64 * self.k
+        return size // 2 if self.dtype == "u4" else size * NUMPY_DTYPES[self.dtype].itemsize
+
+    def rest(self) -> list[np.ndarray]:
+        """What comes behind the weight: a scale an output, or those of groups and their zero points, in panels."""
+        if self.dtype != "u4":
+            return [aligned(np.ones(self.n, np.float32))]
+        numbers = -(-self.n // 64) * 64 * groups(self.k)
+        return [aligned(np.ones(numbers, np.float16)), aligned(np.full(numbers // 2, 0x88, np.uint8))]
 
 
 CASES = [
@@ -81,6 +99,9 @@ CASES = [
     Case("gate_up", 576, 3072, "bf16", gated=True),
     Case("down", 1536, 576, "bf16"),
     Case("head", 576, 49152, "bf16"),
+    Case("qkv", 576, 960, "u4"),
+    Case("gate_up", 576, 3072, "u4", gated=True),
+    Case("down", 1536, 576, "u4"),
     Case("gate_up", 576, 3072, "f32", gated=True),
 ]
 
@@ -112,19 +133,16 @@ def limits(library: Library, threads: int) -> tuple[float, float]:
 def measure(library: Library, index: int, rows: int, threads: int) -> float:
     """Seconds of one launch, weights not in any cache."""
     case = CASES[index]
-    itemsize = NUMPY_DTYPES[case.dtype].itemsize
-    size = -(-case.n // 64) * 64 * case.k
-    copies = max(1, min(COLD_BYTES // (size * itemsize), 256 if rows == 1 else 8))
+    size = case.panel_bytes
+    copies = max(1, min(COLD_BYTES // size, 256 if rows == 1 else 8))
     rng = np.random.default_rng(0)
     some = (64 * rng.standard_normal(1 << 20, np.float32)).astype(ml_dtypes.float8_e4m3fn)  # few are below 2^-6
-    w = aligned(np.resize(some, size * copies).astype(NUMPY_DTYPES[case.dtype]))
+    dtype = np.dtype(np.uint8) if case.dtype == "u4" else NUMPY_DTYPES[case.dtype]
+    w = aligned(np.resize(some, size * copies // dtype.itemsize).astype(dtype))
     # Small, so that results are as in a model: exponentials of huge ones are slow.
     x = aligned(0.001 * rng.standard_normal((rows, case.k), np.float32))
-    scale = aligned(np.ones(case.n, np.float32))
     y = aligned(np.zeros((rows, case.n // (1 + case.gated)), np.float32))
-    return times(
-        library, index, [x, w, scale], [y], threads=threads, tokens=rows, repeat=copies, advance=size * itemsize
-    )
+    return times(library, index, [x, w, *case.rest()], [y], threads=threads, tokens=rows, repeat=copies, advance=size)
 
 
 def main() -> None:
@@ -140,7 +158,7 @@ def main() -> None:
     header = "plugins/cpu/functions.h"
     calls.append(CpuCall(header, "read_all", (Pointer("in", 1), width, Pointer("out", 0)), prelude=LIMITS))
     calls.append(CpuCall(header, "multiply", (width, Pointer("out", 0)), prelude=LIMITS))
-    types = [{Pointer("in", 1): case.dtype} for case in CASES] + [{}, {}]
+    types = [{Pointer("in", i): kind.dtype for i, kind in enumerate(case.types())} for case in CASES] + [{}, {}]
     library = Library(calls, options.isa, types)
     for threads in map(int, options.threads.split(",")):
         read, flops = limits(library, threads)
@@ -151,8 +169,7 @@ def main() -> None:
             line = f"  {case.name:8} {case.dtype:7} {case.k:5}x{case.n:<6}"
             for rows in map(int, options.rows.split(",")):
                 seconds = measure(library, index, rows, threads)
-                weights = case.k * case.n * NUMPY_DTYPES[case.dtype].itemsize
-                speed = f"{weights / seconds / 1e9:5.1f} GB/s" if rows == 1 else ""
+                speed = f"{case.panel_bytes / seconds / 1e9:5.1f} GB/s" if rows == 1 else ""
                 line += f" | {rows:3}: {speed}{2 * rows * case.k * case.n / seconds / 1e9:6.1f} GF/s"
             print(line, flush=True)
 
