@@ -31,6 +31,14 @@ struct TileWeights<InTiles<Bf16Pairs>> {
   static Lanes value(const float* acc, int at) { return load(acc + at / kWidth * kTileWords); }
 };
 
+// Sixteen outputs where vector j of sums is outputs 8j..8j+7 of both groups of 32.
+inline Lanes by_eights(const float* acc, int at) {
+  const int group = at / 32, vector = at % 32 / 8;
+  const float* from = acc + vector * kTileWords + group * 8;
+  const __m512 sums = _mm512_castps256_ps512(_mm256_loadu_ps(from));
+  return {_mm512_insertf32x8(sums, _mm256_loadu_ps(from + kTileWords), 1)};
+}
+
 // For vpshufb: bytes `first` and first + 1 of every 32-bit word, twice.
 struct ByteIndex {
   alignas(64) uint8_t at[64];
@@ -69,12 +77,7 @@ struct TileWeights<InTiles<Fp8Pairs>> {
     low = (Vec)even;
     high = (Vec)odd;
   }
-  static Lanes value(const float* acc, int at) {
-    const int group = at / 32, vector = at % 32 / 8;
-    const float* from = acc + vector * kTileWords + group * 8;
-    const __m512 sums = _mm512_castps256_ps512(_mm256_loadu_ps(from));
-    return Lanes{_mm512_insertf32x8(sums, _mm256_loadu_ps(from + kTileWords), 1)} * splat(1.0f / 256);
-  }
+  static Lanes value(const float* acc, int at) { return by_eights(acc, at) * splat(1.0f / 256); }
 
  private:
   // The upper bytes of words: (digits & mask) | bias.
@@ -94,7 +97,7 @@ struct TileWeights<InTiles<Fp8Pairs>> {
 
 template <>
 struct TileWeights<InTiles<Int4Pairs>> {
-  static Lanes value(const float* acc, int at) { return TileWeights<InTiles<Fp8Pairs>>::value(acc, at); }
+  static Lanes value(const float* acc, int at) { return by_eights(acc, at); }
 };
 
 // Four k of an output, of which two rows of a panel have two each.
