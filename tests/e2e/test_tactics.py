@@ -64,3 +64,29 @@ def test_tune_writes_what_build_takes(model: Path, tmp_path: Path, monkeypatch: 
     assert "block 128: " in done.output
     own = load_target("cpu").tactics
     assert Tactics.read(file) in (own, Tactics(**{**vars(own), "block": 128}))
+
+
+def test_tune_takes_what_a_plan_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tmp_path / "own.plan"
+    llmc.build(model, plan, **OPTIONS)
+    heard: list[tuple[Path, str, dict[str, object]]] = []
+
+    def tune(model: Path, target: str, shape: dict[str, object], *rest: object) -> str:
+        heard.append((model, target, shape))
+        return "block: 256\n"
+
+    monkeypatch.setattr("llmc.tune.tune", tune)
+    words = ["tune", str(plan), "--model", str(model), "-o", str(tmp_path / "t.yaml")]
+    done = CliRunner().invoke(main, [*words, "--profile", SMALL])
+    assert done.exit_code == 0, done.output
+    build = Plan.open(plan).manifest.build
+    ((_, target, shape),) = heard
+    assert (target, shape["precision"], shape["tp"]) == (build.config["target"], build.precision, build.tp)
+    assert (shape["profile"], shape["kv_dtype"]) == (SMALL, build.config["kv_dtype"])
+    refused = CliRunner().invoke(main, [*words, "--fp8"])
+    assert refused.exit_code == 2
+    assert "--fp8 and PLAN exclude one another" in refused.output
+    other = CliRunner().invoke(main, ["tune", str(plan), "--model", str(tmp_path)])
+    assert other.exit_code == 3
+    assert "is missing" in other.output
+    assert len(heard) == 1
