@@ -158,7 +158,9 @@ def test_matches_the_reference_and_each_token_alone(
     y = run(isa, number, x, index, mix, threads)
     w, _, vectors = weights(case)
     (expected,) = reference(CONTEXT, case.values, [x, index, *w, *vectors, *mix])
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-5)
+    # Of a row's size: experts may cancel out, and INT8's outputs are in the thousands.
+    size = np.abs(expected).max(axis=-1, keepdims=True) + 1e-3
+    np.testing.assert_allclose(y / size, expected / size, rtol=0, atol=1e-5)
     for token in {0, tokens - 1, int(rng.integers(tokens))}:
         one = slice(token, token + 1)
         alone = run("x86-64-v3", number, x[one], index[one], [m[one] for m in mix])
