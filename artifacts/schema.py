@@ -36,7 +36,7 @@ class CheckpointPin:
 @dataclass(frozen=True)
 class Section:
     """A member of the zip other than the manifest. `offset` is where its bytes start in the file, page aligned;
-    `blake3` their hash in hex.
+    `blake3` their BLAKE3 hash (O'Connor et al., 2020) in hex.
     """
 
     name: str

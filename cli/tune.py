@@ -59,7 +59,7 @@ def command(
     shape: dict[str, Any] = {"precision": next(iter(chosen), None), "tp": tp}
     if plan is not None:
         if given := [name for name in _OF_PLAN if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]:
-            raise UsageError(f"--{given[0]} and PLAN exclude one another: {plan} says it itself")
+            raise UsageError(f"--{given[0]} and PLAN exclude one another: {plan} says it itself; leave one of them out")
         shape = _of_plan(plan, model)
     require_build_libraries()
     from llmc.artifacts.files import require_writable, write_file
@@ -87,8 +87,6 @@ def _of_plan(path: Path, model: Path) -> dict[str, Any]:
 
     plan = require_verified(path, model, sections=False)
     said = options(plan)
-    shape = {
-        name: said.get(name.replace("_", "-")) for name in ("fp8_activations", "lm_head_dtype", "profile", "target")
-    }
-    build = plan.manifest.build
-    return {**shape, "precision": build.precision, "tp": build.tp, "kv_dtype": said.get("kv-cache-dtype")}
+    names = ("fp8_activations", "fp8_budget", "lm_head_dtype", "profile", "target", "tp")
+    shape = {name: said.get(name.replace("_", "-")) for name in names}
+    return {**shape, "precision": plan.manifest.build.precision, "kv_dtype": said.get("kv-cache-dtype")}

@@ -50,22 +50,25 @@ class PeerSystem:
 
     def __init__(self, kind: str, path: Path, threads: int) -> None:
         self._kind = kind
-        python = os.environ.get(variable := _INTERPRETERS.get(kind, "")) or sys.executable
+        python = os.environ.get(_INTERPRETERS.get(kind, "")) or sys.executable
         command = [python, "-P", "-m", "llmc.bench.peer_main", kind, str(path), str(threads)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         except OSError as error:
-            raise EnvironmentFault(
-                f"{kind}: {variable} is {python!r}, which cannot be run: {error.strerror}"
-            ) from error
+            raise EnvironmentFault(f"{kind}: {python} cannot be run: {error.strerror}{self._python()}") from error
         answer = self._answer()
         self.name, self.load = str(answer["name"]), float(str(answer["load"]))
+
+    def _python(self) -> str:
+        variable = _INTERPRETERS.get(self._kind)
+        return f"; {variable} must name a Python that has {self._kind} and llmc" if variable else ""
 
     def _answer(self) -> dict[str, object]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise EnvironmentFault(f"{self._kind}: its process ended with code {self._process.wait()}")
+            code = self._process.wait()
+            raise EnvironmentFault(f"{self._kind}: its process ended with code {code}{self._python()}")
         answer: dict[str, object] = json.loads(line)
         if "error" in answer:
             kind = getattr(errors, str(answer["kind"]), EnvironmentFault)

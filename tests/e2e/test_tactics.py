@@ -82,7 +82,9 @@ def test_tune_takes_what_a_plan_says(model: Path, tmp_path: Path, monkeypatch: p
     build = Plan.open(plan).manifest.build
     ((_, target, shape),) = heard
     assert (target, shape["precision"], shape["tp"]) == (build.config["target"], build.precision, build.tp)
-    assert (shape["profile"], shape["kv_dtype"]) == (SMALL, build.config["kv_dtype"])
+    assert shape["profile"] == SMALL
+    for name in ("kv_dtype", "lm_head_dtype", "fp8_activations", "fp8_budget"):
+        assert shape[name] == build.config[name]
     refused = CliRunner().invoke(main, [*words, "--fp8"])
     assert refused.exit_code == 2
     assert "--fp8 and PLAN exclude one another" in refused.output

@@ -255,6 +255,13 @@ def test_memory_that_was_given_back_is_in_the_peak() -> None:
     assert one.most(Memory(1 << 40, 0)) == Memory(1 << 40, one.peak)
 
 
+def fake_library(package: Path, text: str) -> Path:
+    """A package of that name in place of a peer's library."""
+    package.mkdir()
+    (package / "__init__.py").write_text(text)
+    return package
+
+
 @pytest.mark.parametrize(
     ("without", "words"),
     [("", "not laid out as in .*'n_ctx': 511"), ("llama_decode", "exports no llama_decode")],
@@ -263,9 +270,7 @@ def test_another_llama_cpp_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, words: str
 ) -> None:
     """Instead of reading a struct that has changed."""
-    package = tmp_path / "xllamacpp"
-    package.mkdir()
-    (package / "__init__.py").touch()
+    package = fake_library(tmp_path / "xllamacpp", "")
     names = set(llama_cpp._SIGNATURES) - {"llama_context_default_params", without}
     code = "void llama_context_default_params(int *p) { p[0] = 511; }\n"
     code += "".join(f"void {name}(void) {{}}\n" for name in sorted(names))
@@ -277,13 +282,12 @@ def test_another_llama_cpp_is_refused(
 
 
 def test_a_file_that_openvino_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "openvino_genai"
-    package.mkdir()
-    (package / "__init__.py").write_text(
+    fake_library(
+        tmp_path / "openvino_genai",
         "class SchedulerConfig: pass\n"
         "def LLMPipeline(path, device, scheduler_config, INFERENCE_NUM_THREADS):\n"
         "    assert scheduler_config.enable_prefix_caching is False\n"
-        "    raise RuntimeError('Exception from core.cpp:1\\nno such architecture')\n"
+        "    raise RuntimeError('Exception from core.cpp:1\\nno such architecture')\n",
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = r"^openvino: .*OpenVINO cannot load it: no such architecture"
@@ -292,9 +296,8 @@ def test_a_file_that_openvino_refuses_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_vllm_runs_in_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "__init__.py").write_text(
+    package = fake_library(
+        tmp_path / "vllm",
         "from types import SimpleNamespace as Space\n"
         "SamplingParams = lambda **fields: Space(**fields)\n"
         "class LLM:\n"
@@ -306,7 +309,7 @@ def test_vllm_runs_in_the_python_that_is_named(tmp_path: Path, monkeypatch: pyte
         "    def generate(self, prompts, params, use_tqdm):\n"
         "        assert all(max(p['prompt_token_ids']) < 99 for p in prompts) and params.ignore_eos\n"
         "        text = f'{len(prompts)} of {len(prompts[0][\"prompt_token_ids\"])}, {params.max_tokens} more'\n"
-        "        print(text, file=open(__file__ + '.calls', 'a'))\n"
+        "        print(text, file=open(__file__ + '.calls', 'a'))\n",
     )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
@@ -322,9 +325,12 @@ def test_vllm_runs_in_the_python_that_is_named(tmp_path: Path, monkeypatch: pyte
         pass
     monkeypatch.setenv("LLMC_VLLM_PYTHON", str(tmp_path / "nothing"))
     with (
-        pytest.raises(EnvironmentFault, match=r"LLMC_VLLM_PYTHON is .*nothing.*No such file"),
+        pytest.raises(EnvironmentFault, match=r"nothing cannot be run: No such file.*LLMC_VLLM_PYTHON must name"),
         peer("vllm", tmp_path, 2),
     ):
+        pass
+    monkeypatch.setenv("LLMC_VLLM_PYTHON", "/bin/false")
+    with pytest.raises(EnvironmentFault, match="ended with code 1; LLMC_VLLM_PYTHON must"), peer("vllm", tmp_path, 2):
         pass
     monkeypatch.delenv("LLMC_VLLM_PYTHON")
     with pytest.raises(EnvironmentFault, match="LLMC_VLLM_PYTHON names the Python"), peer("vllm", tmp_path, 2):
